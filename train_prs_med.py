@@ -1,4 +1,4 @@
-"""Guide 0, PRS-Med (arXiv 2505.11872): a medical image and a question in, a mask and a sentence saying where it is out.
+"""Train PRS-Med (guide 0, arXiv 2505.11872) to answer a question about a medical image with a mask and a sentence.
 
     python train_prs_med.py --data_root data                              # one GPU, or CPU when there is none
     ./run_multi_gpu_train.sh data 4                                       # 4 GPUs (without GPUs: 4 processes)
@@ -8,9 +8,9 @@
     python train_prs_med.py --data_root data --eval_only --resume_from checkpoints/best.pt --eval_split test
     python train_prs_med.py --predict scan.png --question "Where is the cyst located in this image?"
 
-Data: <data_root>/annotations/<modality>.csv with image_path,image_name,split,description,position,question,answer,
-where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the image lies in <split>_images.
-No data yet? `make demo` makes some up; `python -m tools.prepare_data prs_med` reads your own images and masks.
+Data: <data_root>/annotations/<modality>.csv with image_path,image_name,split,description,position,question,answer.
+image_path is the MASK's path, <modality>/<split>_masks/<name>.png; the image is in <modality>/<split>_images.
+No data yet? `make demo` generates some; `python -m tools.prepare_data prs_med` reads your own images and masks.
 """
 
 import os
@@ -27,51 +27,51 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     advanced = parser.advanced.add_argument
 
     add = parser.add_argument_group("data").add_argument
-    add("--data_root", default="data", help="folder with annotations/*.csv, and the two models unless named below")
-    add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
+    add("--data_root", default="data", help="folder with annotations/*.csv, and the two models unless given below")
+    add("--annotations", nargs="+", metavar="NAME", help="names of the annotation CSVs to use; default: all")
     advanced("--skip_bad_rows", action="store_true", help="drop and count rows with a missing field or file")
     advanced("--skip_data_check", action="store_true", help="do not read every image and mask before training")
-    add("--patient_column", metavar="NAME", help="CSV column that names the patient; none may be in two splits")
-    advanced("--patient_pattern", metavar="REGEX", help="instead: what this matches in the image's file name")
-    add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image in a row")
-    advanced("--cache_gb", type=real(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
-    add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
-    text = "share of training questions put in other words, drawn anew each epoch; 0: as annotated"
+    add("--patient_column", metavar="NAME", help="CSV column with the patient id; default: patient, if it exists")
+    advanced("--patient_pattern", metavar="REGEX", help="finds the patient id in the image's file name instead")
+    add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image together")
+    advanced("--cache_gb", type=real(0), default=4.0, help="GiB of memory PER MACHINE to cache decoded images; 0: none")
+    add("--augmentation", action="store_true", help="small random affine and contrast changes; answers are updated")
+    text = "share of training questions to reword, differently in each epoch; 0: as annotated"
     add("--reword", type=real(0, 1), default=0.5, metavar="SHARE", help=text)
-    text = "share of training questions about what only other modalities show, with an empty mask"
+    text = "share of training questions about structures that only other modalities show; their masks are empty"
     advanced("--absent", type=real(0, 1), default=0.0, metavar="SHARE", help=text)
 
     add = parser.add_argument_group("model").add_argument
-    add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
-    add("--sam_path", help="SAM-format folder or hub name; default: found in a folder of --data_root")
-    add("--image_size", type=whole(16), help="side of SAM's input and the masks; default: SAM's own; lower it on OOM")
+    add("--vlm_path", help="LLaVA-format folder or hub name; default: the first in a folder of --data_root")
+    add("--sam_path", help="SAM-format folder or hub name; default: the first in a folder of --data_root")
+    add("--image_size", type=whole(16), help="side of SAM's input and the masks; default: SAM's; lower it on OOM")
     add("--lora_rank", type=whole(1), default=16, help="rank of the LoRA matrices")
     advanced("--lora_alpha", type=real(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
     advanced("--lora_dropout", type=real(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
-    add("--gradient_checkpointing", action=BooleanOptionalAction, default=False, help="less memory, a third slower")
+    add("--gradient_checkpointing", action=BooleanOptionalAction, default=False, help="save memory; a third slower")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
     add("--lambda_seg", type=real(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
     add("--lambda_txt", type=real(0), default=0.5, help="weight of the answer's cross-entropy")
-    text = "learning rate x GPUs (x effective batch / batch size), x its root, or as given"
+    text = "learning rate factor: number of GPUs (or effective batch / batch size), its square root, or 1"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
     add(
         "--lr_schedule",
         "--scheduler",
         choices=("constant", "cosine"),
         default="constant",
-        help="after warm-up; cosine ends at 0",
+        help="learning rate after warm-up; cosine ends at 0",
     )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
     advanced("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
-    add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
-    advanced("--generate_every", type=whole(0), default=0, help="epochs between validations with answers; 0: test only")
-    add("--unet_steps", type=whole(0), default=2000, help="steps of 8 images for the table's UNet; 0: leave it out")
-    advanced("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
-    add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: masks and answers; a CSV has image and question")
-    add("--question", help="with --predict: the question about each image")
+    add("--eval_split", choices=("train", "val", "test"), default="test", help="split for --eval_only")
+    advanced("--generate_every", type=whole(0), default=0, help="generate answers every N epochs; 0: only in the test")
+    add("--unet_steps", type=whole(0), default=2000, help="steps of 8 images for the UNet baseline; 0: no UNet")
+    advanced("--max_new_tokens", type=whole(1), default=64, help="maximum tokens of a generated answer")
+    add("--predict", metavar="IMAGE|FOLDER|CSV", help="write masks and answers; CSV columns: image, question")
+    add("--question", help="question to ask about each image of --predict")
 
     add_common_arguments(parser, output_dir="checkpoints", num_epochs=20, learning_rate=1e-4, batch_size=8)
     args = parser.parse(argv)
@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # before the heavy imports: --help and a mistyped flag answer at once
+    # parse before the heavy imports: --help and usage errors appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -118,16 +118,14 @@ ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_
 
 
 class MaskDecoder(nn.Module):
-    """A U-Net whose bottleneck is SAM's tokens, conditioned on the question.
+    """A U-Net with SAM's tokens as its bottleneck, conditioned on the question.
 
-    As in the paper, tokens attend to the prompt's words and are decoded by convolutions to 4x SAM's grid. Two things
-    are ours. A convolutional stem sees the image itself, with the pixels of a cell as channels (sub-pixel convolution,
-    arXiv 1609.05158), so that nothing is as large as the image but the logits; its features are added to SAM's and
-    meet the decoded ones on the way up (U-Net, arXiv 1505.04597). And the last word's state, from which the language
-    model is about to answer, scales and shifts the tokens (FiLM, arXiv 1709.07871).
+    As in the paper, SAM's tokens attend to the words of the prompt, and convolutions upsample the result to 4x SAM's
+    grid. Two parts are ours. A convolutional stem reads the image after pixel unshuffle (arXiv 1609.05158), so that
+    only the logits have full resolution; its features are added to SAM's and feed skip connections (U-Net, arXiv
+    1505.04597). And the hidden state of the last prompt token scales and shifts SAM's tokens (FiLM, arXiv 1709.07871).
 
-    dim: SAM's output width (256). scale: pixels along a side of a cell of 4x SAM's grid (4). fine: the stem's channels.
-    GroupNorm, not BatchNorm, whose statistics would depend on the number of GPUs.
+    dim: SAM's output width (256). scale: pixels per side of a cell of the 4x grid (4). fine: channels of the stem.
     """
 
     def __init__(self, text_dim: int, dim: int, scale: int, fine: int = 16):
@@ -150,14 +148,15 @@ class MaskDecoder(nn.Module):
             nn.Sequential(*convolve(half + 2 * fine, quarter), double),
             nn.Sequential(*convolve(quarter + fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1)),
         ])  # fmt: skip
-        # a pretrained SAM is first seen as it is
+        # the stem adds zeros at first: training starts from SAM's pretrained features
         nn.init.zeros_(self.bottom[-1].weight)
         nn.init.zeros_(self.bottom[-1].bias)
 
     def forward(self, features: Tensor, words: Tensor, padding: Tensor, pixels: Tensor, image_of: Tensor) -> Tensor:
-        """(N, dim, h, w) features of (N, 3, S, S) images and (B, Q, D) words -> (B, S, S) mask logits.
+        """Compute mask logits (B, S, S).
 
-        padding (B, Q): True without a word. image_of (B,): which image a question is about.
+        features: (N, dim, h, w) from SAM. words: hidden states (B, Q, D). padding: (B, Q), True where there is no word.
+        pixels: (N, 3, S, S). image_of: (B,), image of each question.
         """
         fine = self.stem(F.pixel_unshuffle(pixels, self.scale))
         half = self.down(fine)
@@ -178,12 +177,12 @@ class MaskDecoder(nn.Module):
 
 
 def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
-    """A 3 x 3 convolution with its norm and activation."""
+    """3 x 3 convolution with norm and activation; BatchNorm statistics would depend on the number of GPUs."""
     return nn.Conv2d(channels, out, 3, stride, padding=1), nn.GroupNorm(8, out), nn.GELU()
 
 
 class PRSMed(nn.Module):
-    """Frozen VLM with LoRA, SAM vision encoder trained in full, mask decoder; one pass gives mask and answer."""
+    """Frozen VLM with LoRA, fully trained SAM encoder and mask decoder; one forward pass computes mask and answer."""
 
     def __init__(self, vlm: nn.Module, sam: nn.Module, reader: "Reader", precision: str):
         super().__init__()
@@ -191,7 +190,6 @@ class PRSMed(nn.Module):
         self.checkpointing = False
         scale = sam.config.patch_size // 4
         self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels, scale)
-        # each encoder has its own normalisation
         for name, values in reader.statistics.items():
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
 
@@ -205,24 +203,21 @@ class PRSMed(nn.Module):
         return self
 
     def forward(self, batch: dict) -> tuple[Tensor, Tensor]:
-        """Mask logits (B, image_size, image_size) and the answer's summed cross-entropy (B,), both in fp32.
+        """Return mask logits (B, image_size, image_size) and each answer's summed cross-entropy (B,), both in fp32.
 
-        Both encoders run once for each different image; image_of says which one a question is about. The mask reads
-        hidden states of prompt positions, which by causality know nothing of the answer behind them.
+        Both encoders run once per distinct image. The mask cannot depend on the answer: it is decoded from the prompt's
+        hidden states, and attention is causal.
         """
         with autocast(self.device, self.precision):
-            # the image's features take the places of its tokens
             words = self.vlm.get_input_embeddings()(batch["ids"])
             first, last = self.reader.image_places
             embeddings = torch.cat([words[:, :first], self.image_features(batch, words.dtype), words[:, last:]], dim=1)
             hidden = self.vlm.model.language_model(inputs_embeds=embeddings, **self.causal(embeddings))
             hidden = hidden.last_hidden_state
 
-            # the answer's tokens, each predicted at the place before it
             logits = self.vlm.lm_head(pick(hidden, batch["answer_at"])).float().transpose(1, 2)
             text_losses = F.cross_entropy(logits, batch["answer"], ignore_index=-100, reduction="none")
 
-            # the mask of what the prompt's words ask for
             pixels = (batch["sam"] / 255 - self.sam_mean) / self.sam_std
             features = self.sam(pixels).last_hidden_state
             words = pick(hidden, batch["words"]).to(features.dtype)
@@ -230,10 +225,10 @@ class PRSMed(nn.Module):
             return masks.float(), text_losses.sum(1)
 
     def causal(self, embeddings: Tensor) -> dict:
-        """Options of the language model for causal attention without a mask, as flash attention wants it.
+        """Options for causal attention, without a mask if possible because flash attention takes none.
 
-        With neither a mask nor a cache, transformers would look for packed sequences in the batch, which waits for the
-        GPU. A cache cannot be had together with recomputed activations; they get a mask.
+        With neither a mask nor a cache, transformers searches the batch for packed sequences, which synchronizes with
+        the GPU, hence NoCache. Activation checkpointing does not work with a cache, so it gets a mask.
         """
         if not self.checkpointing:
             return {"past_key_values": NoCache(), "use_cache": True}
@@ -243,14 +238,14 @@ class PRSMed(nn.Module):
 
     @torch.no_grad()
     def image_features(self, batch: dict, dtype: torch.dtype) -> Tensor:
-        """(B, image tokens, D): what the language model sees of each question's image."""
+        """Image embeddings for the language model, (B, image tokens, D), one entry per question."""
         pixels = ((batch["vlm"] / 255 - self.vlm_mean) / self.vlm_std).to(self.vlm.dtype)
         features = self.vlm.model.get_image_features(pixel_values=pixels, return_dict=True)
         return torch.stack(list(features.pooler_output)).index_select(0, batch["image_of"]).to(dtype)
 
     @torch.no_grad()
     def answer(self, batch: dict, max_new_tokens: int) -> list[str]:
-        """Greedy answers to the prompts of a batch, from the image and the question alone."""
+        """Generate answers to a batch's questions by greedy decoding."""
         prompt, reader = batch["prompt"], self.reader
         padding = prompt < 0
         with autocast(self.device, self.precision):
@@ -268,14 +263,14 @@ class PRSMed(nn.Module):
 
 
 class NoCache(DynamicCache):
-    """Keys and values of one forward pass, of which none are kept."""
+    """A key-value cache that stores nothing and returns the keys and values of the current forward pass."""
 
     def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
         return keys, values
 
 
 def pick(hidden: Tensor, places: Tensor) -> Tensor:
-    """(B, L, D) hidden states at (B, N) places -> (B, N, D); a negative place gives those of the first."""
+    """Gather hidden states (B, L, D) at indices (B, N) into (B, N, D); a negative index counts as 0."""
     index = places.clamp_min(0).unsqueeze(2).expand(-1, -1, hidden.shape[2])
     return hidden.gather(1, index)
 
@@ -284,7 +279,7 @@ def pick(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str, example: str) -> str:
-    """The model given, or the first of these kinds in a folder of the data root. Raises InputError with advice."""
+    """Return `given`, or else the first model in a folder of `root`, if its type is in `kinds`. Raises InputError."""
     from transformers import PretrainedConfig
 
     advice = f"download one, such as {example}, and give {flag}"
@@ -294,7 +289,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
             if kind in kinds:
                 return path
             if given:
-                # transformers would build a model of the other kind's size
+                # from other model types, transformers would build an untrained model of the default size
                 raise InputError(f"{path}: is a {kind} model, not {kinds[0]}; {advice}")
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be loaded ({first_line(error)}); {advice}") from None
@@ -302,7 +297,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed:
-    """Load both encoders, add LoRA to the language model, freeze the rest of the VLM. Raises InputError."""
+    """Load the VLM and SAM's encoder; add LoRA to the VLM and freeze its other weights. Raises InputError."""
     from transformers import AutoTokenizer, LlavaForConditionalGeneration, SamModel, SamVisionModel, utils
     from transformers.image_processing_base import ImageProcessingMixin
 
@@ -315,7 +310,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     sam_path = find_model(root, args.sam_path, sam_kinds, "--sam_path", "flaviagiammarino/medsam-vit-base")
     path = vlm_path
     try:
-        # a GPU is loaded directly, so that a host does not hold a 7B model for each of its ranks
+        # load straight to the GPU: otherwise a host holds a 7B model for each of its ranks
         options = {"trust_remote_code": False, "dtype": DTYPES[precision]}
         options |= {"device_map": {"": device}} if device.type == "cuda" else {}
         vlm = LlavaForConditionalGeneration.from_pretrained(vlm_path, **options)
@@ -332,7 +327,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         advice = "check --vlm_path and --sam_path"
         raise InputError(f"{path}: model cannot be loaded ({first_line(error)}); {advice}") from None
 
-    # SAM for images of another size; its relative positions adapt by themselves
+    # resize SAM's absolute position embeddings; the forward pass interpolates the relative ones
     size, patch = args.image_size or sam.config.image_size, sam.config.patch_size
     if size % patch:
         raise InputError(f"--image_size {size}: not a multiple of SAM's patch; try {max(1, size // patch) * patch}")
@@ -342,7 +337,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         sam.pos_embed = nn.Parameter(positions.permute(0, 2, 3, 1).contiguous())
     sam.patch_embed.image_size = (size, size)
 
-    # how many tokens the VLM makes of an image depends on its vision tower, so it is tried
+    # the number of image tokens depends on the vision tower, so measure it on a blank image
     vlm_size = vlm.config.vision_config.image_size
     blank = torch.zeros(1, 3, vlm_size, vlm_size, dtype=vlm.dtype, device=vlm.device)
     with torch.no_grad():
@@ -354,7 +349,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     }
     reader = Reader(tokenizer, vlm.config.image_token_id, image_tokens, size, vlm_size, statistics)
 
-    # what is trained anew: the same LoRA and decoder on every rank
+    # seed the new LoRA and decoder weights: they must be the same on every rank
     torch.manual_seed(args.seed)
     model = PRSMed(add_lora(vlm, args, device), sam, reader, precision).to(device)
     if device.type == "cuda":
@@ -371,7 +366,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
 
 
 def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module:
-    """The VLM with LoRA matrices in its language model; they are fp32, and all the rest is frozen."""
+    """Add fp32 LoRA matrices to the VLM's language model and freeze all other weights."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
@@ -388,11 +383,11 @@ def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module
             parameter.data = parameter.data.float()
     for layer in vlm.modules():
         if isinstance(layer, LoraLayer):
-            # or each LoRA layer keeps an fp32 copy of its input, which autocast lowers again
+            # otherwise every LoRA layer stores an fp32 copy of its input, which autocast casts back
             layer.cast_input_dtype_enabled = False
             for name, dropout in layer.lora_dropout.items():
                 if device.type == "cuda" and isinstance(dropout, nn.Dropout):
-                    # or each of a 7B model's 224 layers keeps its own dropped-out input: 18 GiB for 8 images
+                    # otherwise each of a 7B model's 224 layers stores its dropout output: 18 GiB for 8 images
                     matrix = layer.lora_A[name]
                     matrix.forward = partial(dropped_linear, matrix, dropout.p)
                     layer.lora_dropout[name] = nn.Identity()
@@ -400,7 +395,7 @@ def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module
 
 
 def dropped_linear(linear: nn.Linear, probability: float, inputs: Tensor) -> Tensor:
-    """linear(dropout(inputs)); in the backward pass the dropout is drawn again. (..., in) -> (..., rank)."""
+    """Compute linear(dropout(inputs)), (..., in) -> (..., rank); the backward pass recomputes the dropout output."""
 
     def compute(inputs: Tensor) -> Tensor:
         return F.linear(F.dropout(inputs, probability, linear.training), linear.weight)
@@ -411,7 +406,7 @@ def dropped_linear(linear: nn.Linear, probability: float, inputs: Tensor) -> Ten
 
 
 def fingerprint(model: nn.Module) -> Tensor:
-    """fp32 vector of up to 16 values of every frozen tensor, which tell one base from another in any precision."""
+    """Up to 16 values of every frozen tensor in one fp32 vector, which identifies the base model in any precision."""
     values = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -422,9 +417,9 @@ def fingerprint(model: nn.Module) -> Tensor:
 
 
 def load_weights(model: PRSMed, saved: dict) -> None:
-    """Put a checkpoint's weights into the model. Raises InputError for another model or another frozen base."""
+    """Load a checkpoint's weights into the model. Raises InputError if the model or its frozen base differs."""
     base, own = saved["base"], fingerprint(model)
-    # bf16 has 7 bits of mantissa, and a base may have been loaded in it
+    # either base may have been loaded in bf16, which has 7 bits of mantissa
     if base.shape != own.shape or not torch.allclose(base, own, rtol=2**-7, atol=1e-6, equal_nan=True):
         raise InputError("--vlm_path: not the base that the checkpoint was trained on; give that one")
     checkpoint.load_trained(model, saved["model"])
@@ -435,10 +430,11 @@ def load_weights(model: PRSMed, saved: dict) -> None:
 
 @dataclass
 class Reader:
-    """Tokenizer, sizes and normalisations that belong to a VLM and a SAM encoder.
+    """Converts questions, answers and images to the inputs of a VLM and a SAM encoder.
 
-    image_tokens: how many tokens the VLM makes of an image; image_places: where they stand in a prompt. image_size:
-    side of SAM's input and of the masks. vlm_size: side of the VLM's input. statistics: buffers of the model.
+    image_token: id of <image>. image_tokens: tokens per image. image_places: where they start and end in a prompt.
+    image_size: side of SAM's input and the masks. vlm_size: side of the VLM's input. statistics: mean and standard
+    deviation for each encoder.
     """
 
     tokenizer: object
@@ -455,7 +451,7 @@ class Reader:
         self.image_places = first, first + self.image_tokens
 
     def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """Ids of `USER: <image>\\n{question}\\nASSISTANT:` (<image> once per image token) and of ` {answer}</s>`."""
+        """Token ids of `USER: <image>\\n{question}\\nASSISTANT:` (with all image tokens) and of ` {answer}</s>`."""
         image = self.tokenizer.convert_ids_to_tokens(self.image_token)
         asked = f"USER: {image}\n{question}\nASSISTANT:"
         prompt, both = (self.tokenizer(text)["input_ids"] for text in (asked, f"{asked} {answer}"))
@@ -468,23 +464,26 @@ class Reader:
         return expanded, [*both[len(prompt) :], self.end]
 
     def pixels(self, image: Image.Image) -> list[np.ndarray]:
-        """uint8 (3, image_size, image_size) and (3, vlm_size, vlm_size): the image, padded to a square."""
+        """Convert an image, padded to a square, to uint8 (3, image_size, image_size) and (3, vlm_size, vlm_size)."""
         squares = (images.square(image, side, Image.Resampling.BICUBIC) for side in (self.image_size, self.vlm_size))
         return [np.asarray(square).transpose(2, 0, 1) for square in squares]
 
 
 class Decoded:
-    """Decoded files, uint8 (length,) each, in memory that the ranks of a machine and their loaders share."""
+    """Cache of decoded files, uint8 (length,) each, shared by all ranks and workers of a machine.
+
+    There is no cache if all files together exceed most_bytes.
+    """
 
     def __init__(self, keys: list[str], length: int, most_bytes: float):
         self.numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         size = len(self.numbers) * (length + 1)
         shared = du.share_bytes(size) if 0 < size <= most_bytes else None
-        # the last byte of a record says that it is there
+        # the last byte of a record marks it as filled
         self.records = None if shared is None else shared.reshape(-1, length + 1)
 
     def get(self, key: str, decode, file: str) -> np.ndarray:
-        """What decode(file) gives, at the first call with this key on this machine."""
+        """Return the record of `key`; decode(file) fills it on the first call on this machine."""
         if self.records is None:
             return decode(file)
         record = self.records[self.numbers[key]]
@@ -495,10 +494,11 @@ class Decoded:
 
 
 class PositionData(Dataset):
-    """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
+    """Rows as uint8 images at both encoders' sizes, bool mask, token ids and true position.
 
-    A row whose image or mask is "" has a blank one. augmented_by: the seed of augmentation, None for none. reworded,
-    absent: the shares of questions put in other words, and about what is not in the image, drawn from `seed`.
+    An empty path gives a blank image or mask. decoded: caches of images and masks. augmented_by: seed of the
+    augmentation, None for none. reworded, absent: shares of questions that are reworded, or ask about a structure of
+    another modality; drawn with `seed`.
     """
 
     def __init__(
@@ -520,7 +520,7 @@ class PositionData(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        """A row's tensors. One that cannot be used is blank and `error` says why: all ranks then end together."""
+        """Return a row's tensors. An unreadable file is left blank and reported in `error`, which stops all ranks."""
         row, side, small = self.asked(index), self.reader.image_size, self.reader.vlm_size
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
         file, error = row.mask, ""
@@ -531,7 +531,7 @@ class PositionData(Dataset):
                 file = row.image
                 pixels = self.images.get(row.identity, self.decode_image, row.image)
         except (OSError, ValueError) as reason:
-            # the file changed after the check, or --skip_data_check
+            # the file changed after the data check, or the check was skipped
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
         sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
         mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer
@@ -539,7 +539,6 @@ class PositionData(Dataset):
             rng = np.random.default_rng([self.augmented_by % 2**63, index.epoch, self.images.numbers[row.identity]])
             sam, vlm, mask = augment(sam, vlm, mask, rng)
             moved = position_of(mask)
-            # the answer names the position that the lesion has now
             answer, position = annotations.name_position(answer, position, moved), moved
         prompt, answer = self.reader.tokens(row.question, answer)
         item = {name: torch.from_numpy(x.copy()) for name, x in (("sam", sam), ("vlm", vlm), ("mask", mask))}
@@ -547,7 +546,7 @@ class PositionData(Dataset):
         return item | {"prompt": prompt, "answer": answer, "position": position}
 
     def asked(self, index: int) -> Row:
-        """The row, in training with the question that this epoch asks."""
+        """Return the row; in training, its question may be reworded or replaced in this epoch."""
         row = self.rows[index]
         if not row.names or not (self.reworded or self.absent):
             return row
@@ -558,7 +557,7 @@ class PositionData(Dataset):
             question = wordings.draw(rng, [name], [row.names[0]])
             return wordings.ask_for_absent(row, question, name)
         if rng.random() < self.reworded:
-            # where a set has few wordings, each would be learnt as a whole, not by the name in it
+            # a model that sees few wordings memorizes whole questions instead of reading the name
             question = wordings.draw(rng, row.names, self.others[row.modality, row.names[0]])
             return row._replace(question=question)
         return row
@@ -567,14 +566,14 @@ class PositionData(Dataset):
         return np.concatenate([pixels.ravel() for pixels in self.reader.pixels(images.open_image(path))])
 
     def decode_mask(self, path: str) -> np.ndarray:
-        """The mask's pixels and, last, the number of the position that it has at its own size."""
+        """Return the resized mask's pixels, followed by the index in POSITIONS of the original mask's position."""
         native = annotations.open_mask(path)
         small = images.square(Image.fromarray(native), self.reader.image_size, Image.Resampling.NEAREST)
         return np.append(np.asarray(small, np.uint8), POSITIONS.index(position_of(native))).astype(np.uint8)
 
 
 def blank_item(reader: Reader, prompt: list[int], answer: list[int]) -> dict:
-    """What `collate` takes of a row, with a black image and an empty mask."""
+    """An item of PositionData with a black image and an empty mask."""
     item = {"index": 0, "identity": "", "position": None, "prompt": prompt, "answer": answer, "error": ""}
     for name, side in (("sam", reader.image_size), ("vlm", reader.vlm_size)):
         item[name] = torch.zeros(3, side, side, dtype=torch.uint8)
@@ -582,17 +581,17 @@ def blank_item(reader: Reader, prompt: list[int], answer: list[int]) -> dict:
 
 
 def collate(reader: Reader, items: list[dict]) -> dict:
-    """A batch of rows.
+    """Collate items of PositionData into a batch.
 
-    sam, vlm: the different images; image_of: which of them each row is about. ids: prompt and answer, padded on the
-    right, which causal attention never sees. prompt: the prompt alone, padded with -1 on the left, as generation wants
-    it. words: the places of the prompt's text. answer: the answer's tokens; token k is predicted at place answer_at[k],
-    the first one at the prompt's last place.
+    sam, vlm: the distinct images; image_of: each row's index into them. ids: prompt and answer, padded on the right,
+    where causal attention never looks. prompt: the prompt alone, padded with -1 on the left for generation. words:
+    indices of the prompt's text. answer: the answer's tokens; answer_at: indices of the hidden states that predict
+    them, starting at the prompt's last token.
     """
     first, last = reader.image_places
     prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
     pairs = list(zip(prompts, answers, strict=True))
-    # each image once
+    # index of the first item with each image
     places = {item["identity"]: place for place, item in reversed(list(enumerate(items)))}
     different = sorted(places.values())
     return {
@@ -605,7 +604,7 @@ def collate(reader: Reader, items: list[dict]) -> dict:
         "words": pad([[*range(first), *range(last, len(prompt))] for prompt in prompts], -1),
         "answer": pad(answers, -100),
         "answer_at": pad([range(len(prompt) - 1, len(prompt) + len(answer) - 1) for prompt, answer in pairs], 0),
-        # what stays on the host is a list
+        # to_device() leaves these lists on the host
         "index": [item["index"] for item in items],
         "position": [item["position"] for item in items],
         "error": [item["error"] for item in items],
@@ -613,15 +612,15 @@ def collate(reader: Reader, items: list[dict]) -> dict:
 
 
 def pad(rows: list, value: int, side: str = "right") -> Tensor:
-    """int64 (B, longest): the rows, filled up with `value` at the right or at the left (`side`)."""
+    """Stack rows as int64 (B, longest), padded with `value` on the right or left (`side`)."""
     tensors = [torch.tensor([*row], dtype=torch.long) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
 def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tuple:
-    """The images (3, S, S) and the mask (S, S) moved a little alike, and the images' contrast and gamma changed.
+    """Apply one random affine transform to both images (3, S, S) and the mask (S, S), and change contrast and gamma.
 
-    Nothing is mirrored, as answers name sides; a mask is never moved out of the image.
+    There is no mirroring, because answers name sides. A transform that leaves no foreground is not applied.
     """
     angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
     (x, y), gain, gamma = rng.uniform(-0.08, 0.08, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
@@ -640,7 +639,7 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
 
 
 def read_data(args: Namespace, needed: str) -> list[Row]:
-    """Rank 0: the rows of the annotations, checked. Raises InputError, also where split `needed` has none."""
+    """Rank 0: read and check the annotations. Raises InputError, also if the split `needed` has no rows."""
     root, patients = Path(args.data_root), (args.patient_column, args.patient_pattern)
     if not root.is_dir():
         raise InputError(
@@ -658,7 +657,7 @@ def read_data(args: Namespace, needed: str) -> list[Row]:
 
 
 def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, PositionData]:
-    """The data set of each split that has rows; they share what is decoded."""
+    """Make a data set for each split that has rows; the splits share the caches."""
     length = 3 * (reader.image_size**2 + reader.vlm_size**2)
     files = Decoded([row.identity for row in rows], length, args.cache_gb * 2**30)
     masks = Decoded([row.mask for row in rows], reader.image_size**2 + 1, args.cache_gb * 2**30)
@@ -688,9 +687,9 @@ def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
-    """(loss, mask part, text part): a micro-batch's share of the means over the global batch.
+    """Return (loss, mask loss, text loss): a micro-batch's part of the means over the global batch.
 
-    samples, tokens: rows and answer tokens of the global batch.
+    samples, tokens: samples and answer tokens in the global batch.
     """
     logits, text_loss = model(batch)
     seg = mask_loss(logits, batch["mask"]).sum() / samples
@@ -699,17 +698,16 @@ def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args:
 
 
 def count_answer_tokens(batches: list[dict]) -> list[float]:
-    """Tokens of the answers in this rank's micro-batches."""
     return [sum(float((batch["answer"] >= 0).sum()) for batch in batches)]
 
 
 @torch.no_grad()
 def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) -> tuple[list[dict], dict]:
-    """Scores of every row, in row order and the same on all ranks, and what a figure shows of a few.
+    """All ranks: return the scores of every row, in row order, and a few example masks for the figure.
 
-    dice, iou: of the mask at image_size; 1 for one that is empty as it should be. position_accuracy_mask: whether the
-    predicted mask lies at the true position, None where that mask is empty. hd95: pixels, MONAI's 95 % Hausdorff
-    distance; the image's diagonal where one of the masks is empty.
+    dice, iou: at image_size; 1 if both masks are empty. position_accuracy_mask: whether the predicted mask lies at the
+    true position; None if the true mask is empty. hd95: MONAI's 95 % Hausdorff distance in pixels; the image's diagonal
+    if only one mask is empty.
     """
     model.eval()
     scores, examples = [], {}
@@ -724,7 +722,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
             text_loss,
             (batch["answer"] >= 0).sum(1),
         ]
-        # one transfer for what is added up over pixels and tokens, one for the masks
+        # two host-device syncs per batch: the sums and the masks
         table = torch.stack(columns, dim=1).tolist()
         masks = predicted.cpu().numpy()
         distances = report.hausdorff_95(predicted, target) if hausdorff else [None] * len(table)
@@ -751,7 +749,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
 
 @torch.no_grad()
 def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_new_tokens: int) -> None:
-    """Add to the scores of every row its generated answer, and whether that names the true position."""
+    """All ranks: add to each row's scores its generated answer, and whether the answer names the true position."""
     model.eval()
     own = {}
     for batch in run.batches(loader):
@@ -763,9 +761,9 @@ def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_
 
 
 def merge_lora(model: PRSMed) -> None:
-    """Add the LoRA matrices to the weights that they change: half the operations a generated token.
+    """Merge the LoRA matrices into the base weights, which halves the operations per generated token.
 
-    Rounds the frozen weights, so only for a model that neither trains nor is scored on its masks any more.
+    Merging rounds the base weights, so call it only after the masks have been scored.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -775,7 +773,7 @@ def merge_lora(model: PRSMed) -> None:
 
 
 def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, float]:
-    """The metrics of a split by name: the losses of training, and means over all rows that have a value."""
+    """Return {split/name: value}: the training losses, and each score's mean over the rows that have one."""
     seg = sum(row["loss_seg"] for row in scores) / len(scores)
     txt = sum(row["loss_txt"] for row in scores) / sum(row["tokens"] for row in scores)
     metrics = {"loss": args.lambda_seg * seg + args.lambda_txt * txt, "loss_seg": seg, "loss_txt": txt}
@@ -789,28 +787,30 @@ def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, f
 def test(
     model: PRSMed, sets: dict[str, PositionData], split: str, batch_size: int, run: Run, args: Namespace
 ) -> dict[str, float]:
-    """All ranks: the test table with intervals, ablations and rivals, its figure and cases; returns its metrics."""
+    """All ranks: test the model, its ablations and baseline models; print the table, write a figure and the cases.
+
+    Returns the metrics on rank 0 and {} elsewhere.
+    """
     data, ranks = sets[split], run.ranks
     make = partial(make_loader, args=args, batch_size=batch_size)
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
-    # the same model without the image, or with that of another case: of some hundred rows
+    # ablations on some hundred rows: no image, or the image of another case
     some = report.evenly_spaced(range(len(data)), report.MOST_ABLATED)
     changed = {
         f"ablation/{name}": (rows, some)
         for name, rows in report.ablations([data.rows[index] for index in some], args.seed).items()
     }
-    # and asked in words that no training step has seen, as many questions in all
+    # wordings never used in training, on fewer rows: in total as many questions as an ablation
     few = report.evenly_spaced(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
     changed |= wordings.in_other_words(data.rows, few)
-    # and about what only other modalities show
     absent = wordings.for_what_is_absent(data.rows, some, wordings.absent_of(sets.get("train", data).rows))
     changed |= {"absent": absent} if absent[0] else {}
     for name, (rows, indices) in changed.items():
         asked = PositionData(rows, data.reader, (data.images, data.masks))
         changed[name] = asked, indices, evaluate(model, make(asked), run)[0]
 
-    # answers at last, as they are generated by merged weights, many at once
+    # generate answers after all masks, because merging LoRA rounds the weights
     merge_lora(model)
     generate = partial(make_loader, args=args, batch_size=max(batch_size, 64))
     add_answers(model, generate(data), run, scores, args.max_new_tokens)
@@ -820,10 +820,10 @@ def test(
         others[name] = [row | {"index": indices[row["index"]]} for row in asked_scores]
     report.join_wordings(others)
     if "train" in sets:
-        # as they are, not augmented
+        # training rows without augmentation
         known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
         with_unet = args.unet_steps > 0 and data.reader.image_size >= 32
-        # of several processes the first trains the UNet while the others fit what is left
+        # rank 0 trains the UNet while the other ranks fit the simpler baselines
         (rank, size), own = du.world(), {}
         busy = int(with_unet and size > 1)
         try:
@@ -833,7 +833,7 @@ def test(
             if rank >= busy:
                 own |= rivals.rival_scores(known, data, rank - busy, size - busy)
         finally:
-            # to train it may take longer than a collective waits
+            # training the UNet may exceed the timeout of a collective
             ranks.wait_for_main("the UNet")
         parts = du.gather_objects(own)
         for name in (*rivals.NAMES, *["unet"] * with_unet):
@@ -844,7 +844,6 @@ def test(
         if ranks.is_main:
             metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
             with run.writing():
-                # a line for each row: its fields, scores and generated answer
                 cases = pd.DataFrame([data.rows[score["index"]]._asdict() | score for score in scores])
                 cases.to_csv(run.folder / f"{split}_cases.csv", index=False)
                 run.figure(f"{split}_predictions", report.draw_predictions(data.rows, scores, examples))
@@ -856,7 +855,7 @@ def test(
 
 @torch.no_grad()
 def predict(model: PRSMed, run: Run, args: Namespace) -> None:
-    """--predict: masks and answers in <run folder>/predictions, or predictions_2 where that holds earlier ones."""
+    """All ranks: write masks and answers to predictions (or predictions_2, ... if it exists) in the run folder."""
     asked, opened = [], {}
     for file, question in tables.list_questions(args.predict, args.question):
         try:
@@ -879,7 +878,7 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
         batch = du.to_device(collate(model.reader, items), model.device)
         logits, answers = model(batch)[0], model.answer(batch, args.max_new_tokens)
         for index, mask, answer in zip(indices, logits, answers, strict=True):
-            # back to the image's own size, without the padding of the square
+            # crop the padding and resize to the size of the original image
             image = opened[asked[index][0]]
             left, top, right, bottom = images.square_box(image.size, len(mask))
             inside = mask[None, None, top:bottom, left:right]
@@ -894,13 +893,12 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
 
 
 def make_loader(data: PositionData, args: Namespace, batch_size: int, **options) -> DataLoader:
-    """A loader of a data set; for evaluation unless `train` is among the options of create_distributed_dataloader."""
     options = {"train": False, "seed": args.seed, "num_workers": args.num_workers} | options
     return du.create_distributed_dataloader(data, batch_size, collate_fn=partial(collate, data.reader), **options)
 
 
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
-    """A made-up batch of the longest prompt and answer of some rows, of 64 tokens of text each without any."""
+    """Synthetic batch of `size` images with the longest prompt and answer of `rows`, by default of 64 text tokens."""
     reader = model.reader
     texts = {(row.question, row.answer) for row in rows}
     for name in {name for row in rows for name in row.names}:
@@ -919,15 +917,14 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Fused AdamW over what is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
 def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData], base: Tensor, described: str) -> int:
-    """All ranks: train, validate each epoch, keep the best, test it; returns the exit code of a stop signal, else 0.
+    """All ranks: train, validate after each epoch, test the best checkpoint; return a stop signal's exit code, or 0.
 
-    base: fingerprint of the frozen weights. described: what the banner says of the precision.
+    base: fingerprint of the frozen weights. described: the precision, for the banner.
     """
 
     def try_once(size: int) -> None:
@@ -980,14 +977,13 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
                 run.figure("val_predictions", report.draw_predictions(sets["val"].rows, scores, examples))
             training.record(metrics, headline="val/dice")
 
-        # the best weights, or the last where nothing was validated
         training.load_best()
         training.finish(test(model, sets, "test", batch.micro_batch_size, run, args) if "test" in sets else {})
     return 0
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, or --eval_only, or --predict. Returns the exit code."""
+    """All ranks: train, evaluate (--eval_only) or predict (--predict). Returns the exit code."""
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
     rows: list[Row] = []
     with du.agree_on_errors():
@@ -995,13 +991,13 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             if ranks.is_main and not args.predict:
                 rows = read_data(args, args.eval_split if args.eval_only else "train")
         finally:
-            # to look at all images may take longer than a collective waits
+            # checking all images may exceed the timeout of a collective
             ranks.wait_for_main("the data check")
     rows = du.broadcast_object(rows)
 
-    # nothing is written before the Training, so every mistake is reported before a run is touched
+    # the run folder is not written before Training, so input errors leave an existing run unchanged
     run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
-    # with the checkpoint's model flags
+    # Run has taken the model flags from the checkpoint
     args = run.args
     with du.agree_on_errors():
         model = build_model(args, precision, ranks.device)

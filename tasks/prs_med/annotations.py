@@ -1,4 +1,4 @@
-"""Annotation CSVs, the images and masks that they name, the check of both, and the rule of positions. No torch."""
+"""Read annotation CSVs, find and check their images and masks, and compute the position of a mask. No torch."""
 
 import contextlib
 import hashlib
@@ -21,15 +21,15 @@ from utils.images import IMAGE_ENDINGS, open_upright
 from utils.tables import SPLITS, find_column, in_two_splits, patient_in, read_table
 
 NEEDED = ("image_path", "split", "question", "answer")
-# a mask's position by its number, as position_of has it
+# the results of position_of; decoded masks store the index
 POSITIONS = (None, "top left", "top right", "bottom left", "bottom right", "center")
 PLACE = r"\b(?:(top|upper|bottom|lower)[\s-]+(left|right)|center|centre|middle)\b"
 
 
 class Row(NamedTuple):
-    """One question about one image. image, mask: existing files. source: `file:row`. patient: "" where unknown.
+    """One question about one image. image, mask: existing files. source: `file:row`. patient: "" if unknown.
 
-    digest: of the image's pixels, as the check has it. names: of the structure, then its synonyms; () where unknown.
+    digest: hash of the image's pixels, from check_data. names: the structure's name and synonyms; () if unknown.
     """
 
     modality: str
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """What rows of one image share, also where copies of it have other names; without a digest, its path."""
+        """The image's digest, which copies under other names share; its path if there is no digest."""
         return self.digest or self.image
 
 
@@ -59,10 +59,10 @@ def read_rows(
     patient_pattern: str | None = None,
     skip_bad_rows: bool = False,
 ) -> list[Row]:
-    """The rows of root/annotations/*.csv (or annotations/qa/*.csv), of all files or of those with these names.
+    """Read the rows of root/annotations/*.csv (or annotations/qa/*.csv).
 
-    The patient is what `patient_pattern` finds in the image's file name, else what `patient_column` holds, else what a
-    column `patient` holds where there is one. Raises InputError for all bad rows at once, or drops and counts them.
+    names: files to read, without ending. The patient is what `patient_pattern` matches in the image's file name, else
+    the value of `patient_column`, else of a column `patient`. Raises one InputError for all bad rows, or drops them.
     """
     folder = root / "annotations"
     files = {file.stem: file for file in sorted(folder.glob("*.csv")) or sorted(folder.glob("qa/*.csv"))}
@@ -103,11 +103,11 @@ def read_rows(
 
 
 def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[str, str]]) -> tuple[str, str]:
-    """(image, mask) files of a CSV's image_path, which is that of the MASK and may hold backslashes.
+    """Find the (image, mask) files of a CSV's image_path, which is the MASK's path and may contain backslashes.
 
-    Endings may differ, ISIC's masks are named <name>_Segmentation, and image_name finds an image that several masks
-    share. A fork and the newer release have the folders one level deeper. listings: of the folders seen, kept between
-    calls. Raises ValueError saying what is missing.
+    The two file endings may differ, ISIC's masks are named <name>_Segmentation, and image_name finds an image that
+    several masks share. Folders may be one level deeper, as in the newer release of the data. listings: cache of folder
+    contents. Raises ValueError if a file is missing.
     """
     parts = PurePosixPath(path.replace("\\", "/")).parts
     if ".." in parts or len(parts) < 2 or not re.search("_(masks|images)$", parts[-2]):
@@ -138,37 +138,37 @@ def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[
 
 
 def foreground(image: Image.Image) -> np.ndarray:
-    """(H, W) bool of an 8-bit mask: values above 0; where they go up to 255, whose edges JPEG may smear, above 127."""
+    """Threshold an 8-bit mask to bool (H, W): above 127 if it has such values (JPEG blurs edges), otherwise above 0."""
     values = np.asarray(image)
     values = values if values.ndim == 2 else values.max(axis=2)
     return values > (127 if values.max() > 127 else 0)
 
 
 def open_mask(path: str | Path) -> np.ndarray:
-    """(H, W) bool of a mask's file."""
+    """Open a mask file as bool (H, W)."""
     return foreground(open_upright(path))
 
 
 def is_label_map(values: np.ndarray) -> bool:
-    """True where a mask (H, W) has areas of several values above 0, not just soft or JPEG edges."""
+    """Whether a mask (H, W) has areas of several values above 0, apart from soft or JPEG-compressed edges."""
     levels = np.unique(values)
     if len(levels) <= 2 and levels[0] == 0:
         return False
-    # with many values an area is flat, and 0, only up to the noise of JPEG
+    # more than 16 values suggest JPEG, so tolerate noise in flat areas and the background
     least, noise = (levels[-1] / 8, levels[-1] / 64) if len(levels) > 16 else (0, 0)
     areas = values[(maximum_filter(values, 3) - minimum_filter(values, 3) <= noise) & (values > least)]
     return len(areas) > 0 and bool(areas.max() > areas.min() + least)
 
 
 def is_misfit(image: tuple[int, int], mask: tuple[int, int]) -> bool:
-    """True where the aspect ratios of two (width, height) differ by more than 2 %."""
+    """Whether the aspect ratios of two (width, height) differ by more than 2 %."""
     return abs(image[0] * mask[1] / (image[1] * mask[0]) - 1) > 0.02
 
 
 def position_of(mask: np.ndarray) -> str | None:
-    """Where the foreground of a (H, W) bool mask lies, None without any.
+    """Position of the foreground in a bool mask (H, W); None without foreground.
 
-    "center" where its bounding box spans the image's centre, else the quadrant that the box's own centre is in.
+    "center" if the bounding box contains the centre of the image, otherwise the quadrant of the box's centre.
     """
     ys, xs = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     if not len(ys):
@@ -181,7 +181,7 @@ def position_of(mask: np.ndarray) -> str | None:
 
 
 def position_in(sentence: str) -> str | None:
-    """The last position that a sentence names: "the right kidney is in the bottom left" is bottom left."""
+    """The last position named in a sentence: "the right kidney is in the bottom left" gives "bottom left"."""
     named = re.findall(PLACE, sentence.lower())
     if not named:
         return None
@@ -190,7 +190,7 @@ def position_in(sentence: str) -> str | None:
 
 
 def name_position(sentence: str, before: str | None, after: str | None) -> str:
-    """The sentence with the last position that it names changed to `after`, where that was `before`."""
+    """Replace the last position named in a sentence with `after`, if it is `before`."""
     named = [*re.finditer(PLACE, sentence, re.IGNORECASE)]
     if not named or not after or before == after or position_in(sentence) != before:
         return sentence
@@ -198,13 +198,13 @@ def name_position(sentence: str, before: str | None, after: str | None) -> str:
     return sentence[:start] + after + sentence[end:]
 
 
-# --- the check --------------------------------------------------------------------------------------------------------
+# --- the data check ---------------------------------------------------------------------------------------------------
 
 
 class Facts(NamedTuple):
-    """What the check keeps of a file: by which it is known again, its size, a digest of its pixels or its foreground.
+    """Results of the data check for one file. bytes and mtime_ns show whether the file has changed since.
 
-    pixels: of the foreground; 0 for an image.
+    digest: hash of an image's pixels or a mask's foreground. pixels: number of foreground pixels; 0 for an image.
     """
 
     bytes: int
@@ -217,11 +217,10 @@ class Facts(NamedTuple):
 
 
 def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> tuple[list[Row], list[str]]:
-    """Decode each image and mask once; returns the rows with their digests, and a line for each kind of warning.
+    """Decode each image and mask once; return the rows with digests, and one line per kind of warning.
 
-    image_size: the side of the square that masks are resized to; None: their own size. cache: a JSON file of
-    {"image|mask <path>": Facts}, so that a later call decodes only files that have changed. Raises InputError for all
-    files at once that cannot be opened.
+    image_size: side of the square that masks are resized to; None: their own size. cache: JSON file of {"image|mask
+    <path>": Facts}; files that have not changed are not decoded again. Raises one InputError for all unreadable files.
     """
     known: dict[str, Facts] = {}
     if cache:
@@ -242,7 +241,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> t
             digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
             if kind == "image":
                 return Facts(*stamp, *image.size, digest, 0, False)
-            # colours become different greys
+            # converted to grey, a label map's colours remain different values
             return Facts(*stamp, *image.size, digest, int(content.sum()), is_label_map(np.asarray(image.convert("L"))))
         except Exception as error:
             return f"{sources[key]}: {path} cannot be opened as an image ({error}); replace it"
@@ -258,7 +257,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> t
     if cache:
         known |= {key: value for key, value in facts.items() if isinstance(value, Facts)}
         partial = cache.with_name(f"{cache.name}.{os.getpid()}")
-        # a folder that may not be written to is checked anew each time
+        # in a read-only folder every start repeats the check
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(known))
             os.replace(partial, cache)
@@ -278,7 +277,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> t
         side = max(mask.width, mask.height)
         if mask.pixels * ((image_size or side) / side) ** 2 < 25:
             found["the mask has fewer than 25 pixels at the model's size; raise --image_size"] += [row.source]
-        # a longer name for a structure means the same
+        # names that contain each other mean the same structure
         named = set(" ".join(row.names[:1]).casefold().split())
         first = structures.setdefault((image.digest, mask.digest), named)
         if not (first <= named or named <= first):

@@ -1,4 +1,4 @@
-"""Raw images with masks, label maps or volumes become the folders and the CSV that train_prs_med.py reads."""
+"""Convert images with masks or label maps, or volumes, to the folders and the CSV that train_prs_med.py reads."""
 
 import csv
 import json
@@ -23,11 +23,11 @@ from utils.volumes import read_volume
 
 VOLUME = r"(?i)[.]nii([.]gz)?$"
 ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_ENDINGS)))
-# what separates words in a name, and which may follow the name that an image and its mask share (nnU-Net adds _0000)
+# separators in file names, and words that follow the name shared by an image and its mask (nnU-Net: _0000 for images)
 GAP = "[ _.+-]+"
 MASK_WORDS = "mask|masks|seg|segmentation|label|labels|gt"
 IMAGE_WORDS = "image|img|0000"
-# what a file system or the CSV may not hold in a name
+# characters replaced in file names and in the CSV
 UNSAFE = r"[^\w .+-]"
 MIN_PIXELS = 10
 
@@ -36,12 +36,12 @@ COLUMNS = ("image_path", "image_name", "split", "description", "position", "ques
 
 
 def parse_labels(text: str) -> dict[int, str]:
-    """argparse type: "1=liver,2=left kidney,3=-" ("-": left out), or the dataset.json of the Decathlon or nnU-Net."""
+    """argparse type: "1=liver,2=left kidney,3=-" ("-" skips a value), or a dataset.json of the Decathlon or nnU-Net."""
     try:
         listed = [re.split(r"\s*=\s*", part.strip()) for part in text.split(",")]
         if text.endswith(".json"):
             listed = json.loads(Path(text).read_text(encoding="utf-8"))["labels"].items()
-        # nnU-Net has the name first
+        # nnU-Net puts the name before the value
         ordered = [sorted(map(str, pair), key=str.isdigit) for pair in listed]
         return {int(value): name for name, value in ordered if int(value)}
     except (OSError, ValueError, KeyError, AttributeError):
@@ -51,31 +51,31 @@ def parse_labels(text: str) -> dict[int, str]:
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("images", type=Path, help="folder of images: PNG, JPEG, TIFF, BMP, WebP, DICOM, NIfTI, series as subfolders")
+    add("images", type=Path, help="folder of images: PNG, JPEG, TIFF, BMP, WebP, DICOM (series: subfolders), NIfTI")
     add("masks", type=Path, help="folder of masks or label maps, named like the images; may be the same folder")
-    add("out", type=Path, help="folder to write, for --data_root; other sets may be there")
-    add("--name", type=pattern(r"\w[\w .+-]*", "a plain name"), help="name of the set; default: the folder of images")
-    text = "what the masks show, as NAME|SYNONYM|...; of several structures, the one that a mask's name ends with"
+    add("out", type=Path, help="folder to write, later the --data_root; may hold other data sets")
+    add("--name", type=pattern(r"\w[\w .+-]*", "a plain name"), help="data set name; default: the image folder's")
+    text = "structure in the masks, as NAME|SYNONYM|...; if several, each mask's file name must end with its structure"
     add("--structure", nargs="+", default=[], metavar="NAME", help=text)
-    add("--labels", type=parse_labels, metavar="1=A,2=B", help="for label maps, or a dataset.json; 3=- leaves 3 out")
-    add("--window", type=float, nargs=2, metavar=("CENTER", "WIDTH"), help="default: the DICOM file's, else its range")
-    add("--slice_spacing", type=real(0, above=True), default=10.0, help="mm between the slices of a volume")
-    add("--seed", type=int, default=0, help="decides, with a patient's name, the split; and the wording")
-    add("--split", type=parse_shares, default="70,15,15", metavar="T,V,T", help="shares of the patients")
-    text = 'the patient in the name of an image, as "^(P[0-9]+)"; the default takes each image for one'
+    add("--labels", type=parse_labels, metavar="1=A,2=B", help="names of label values, or a dataset.json; 3=- skips 3")
+    add("--window", type=float, nargs=2, metavar=("CENTER", "WIDTH"), help="default: the DICOM window, or the range")
+    add("--slice_spacing", type=real(0, above=True), default=10.0, help="mm between slices taken from a volume")
+    add("--seed", type=int, default=0, help="seed of the splits and the wordings")
+    add("--split", type=parse_shares, default="70,15,15", metavar="T,V,T", help="shares of patients")
+    text = 'matches the patient id in an image name, as "^(P[0-9]+)"; the default treats each image as a patient'
     add("--patient_pattern", default=".*", metavar="REGEX", help=text)
-    add("--table", type=Path, help="CSV or parquet: columns file, patient and, if the table decides it, split")
-    add("--patient_column", default="patient", metavar="NAME", help="in the table")
-    add("--overwrite", action="store_true", help="replace the set of this name in OUT")
-    add("--small_models", action="store_true", help="write tiny models into OUT, for a trial")
-    add("--small_size", type=whole(32), default=96, help="input side of the tiny SAM")
+    add("--table", type=Path, help="CSV or parquet with columns file, patient and, optionally, split")
+    add("--patient_column", default="patient", metavar="NAME", help="patient column of --table")
+    add("--overwrite", action="store_true", help="replace the data set of this name in OUT")
+    add("--small_models", action="store_true", help="also write tiny models to OUT, for a trial run")
+    add("--small_size", type=whole(32), default=96, help="image size of the tiny SAM")
 
 
 # --- files and patients -----------------------------------------------------------------------------------------------
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """{path in the folder, without ending and capitals: file} of the images in a folder and below it."""
+    """Map the path of each image below `folder`, in lower case and without ending, to its file. Raises InputError."""
     files: dict[str, Path] = {}
     for path in sorted(folder.rglob("[!.]*")):
         if path.is_file() and (re.search(ENDING, path.name) or is_dicom(path)):
@@ -88,13 +88,13 @@ def list_files(folder: Path) -> dict[str, Path]:
 
 
 def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[str]) -> tuple[Path | None, str]:
-    """(image, structure) of a mask: the image of the same name, or of what is left without structure and MASK_WORDS.
+    """Find a mask's image and structure by name, after removing structures and MASK_WORDS from the end if necessary.
 
-    In a folder of both, a mask is not its own image. structure: "" where the name tells none of several.
+    A mask never pairs with itself. The structure is "" if there are several and the mask's name ends with none.
     """
     words = {name: GAP.join(map(re.escape, name.partition("|")[0].lower().split())) for name in structures}
     named = [name for name, word in words.items() if re.search(f"{GAP}{word}({GAP}({MASK_WORDS}))*$", key)]
-    # "left kidney" also ends with "kidney"
+    # prefer the longest match: "left kidney" also ends with "kidney"
     structure = max(named, key=len) if named else structures[0] if len(structures) == 1 else ""
     while images.get(key, mask) == mask:
         key, longer = re.sub(f"{GAP}({'|'.join([MASK_WORDS, *words.values()])})$", "", key), key
@@ -104,7 +104,7 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
 
 
 def read_patients(args: Namespace) -> dict[str, tuple[str, str, str]]:
-    """{file without folder, ending and capitals: (patient, split, source)} of --table. Raises InputError."""
+    """Read --table as {file name in lower case without ending: (patient, split, source)}. Raises InputError."""
     table = read_table(args.table)
     file, patient = find_column(table, "file", "image", "image_name"), find_column(table, args.patient_column)
     found = []
@@ -122,7 +122,7 @@ def read_patients(args: Namespace) -> dict[str, tuple[str, str, str]]:
 
 
 def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) -> dict[str, np.ndarray]:
-    """{structure: (H, W) bool} of a mask's or a label map's values. Raises ValueError for what has no name."""
+    """Split the values of a mask or label map into {structure: bool (H, W)}. Raises ValueError if one has no name."""
     if labels:
         unnamed = set(np.unique(values).tolist()) - {0, *labels}
         if unnamed:
@@ -136,16 +136,16 @@ def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) 
 
 
 def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list[tuple]:
-    """[(addition to the name, image, masks_in it)] of a flat image, or of a volume's slices that hold foreground.
+    """Read an image, or the slices of a volume that have foreground, as [(file name suffix, image, {structure: mask})].
 
-    A volume is cut across the axis of its thickest voxels, else axially, every --slice_spacing mm, and seen with the
-    patient's right at the left and the front (or the head) at the top. Raises InputError naming the file.
+    A volume is sliced across its thickest voxels, or else axially, every --slice_spacing mm. Slices show the patient's
+    right on the left and the front (or the head) at the top. Raises InputError with the file's name.
     """
     path = image
     try:
         if image.is_file() and not re.search(VOLUME, image.name):
             pixels, path = open_upright(image, args.window), mask
-            # labels as they are stored; a mask as training opens it
+            # read label maps as stored, and masks as training opens them
             values = np.asarray(Image.open(mask) if args.labels else open_upright(mask).convert("L"))
             if values.ndim > 2:
                 raise ValueError("labels in colours; write them as numbers in one channel")
@@ -153,7 +153,6 @@ def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list
                 raise ValueError(f"its {values.shape[::-1]} pixels do not fit {pixels.size} of {image.name}")
             return [("", pixels, masks_in(values, args.labels, structure))]
 
-        # of several channels the first
         volume = read_volume(image, first_channel=True)
         low, high = np.percentile(volume.values, [0.5, 99.5])
         voxels = to_bytes(volume.values, args.window or ((low + high) / 2, high - low))
@@ -176,22 +175,22 @@ def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list
 
 
 def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str, str]:
-    """A question about a structure and its answer, in wordings drawn from (seed, case, structure)."""
+    """Draw the wordings of a question about a structure and its answer, as a function of (seed, case, structure)."""
     draw = random.Random(f"{seed}/{case}/{structure}")
     return tuple(fill(draw.choice(texts), structure, position=position) for texts in (QUESTIONS, ANSWERS))
 
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- the data set -----------------------------------------------------------------------------------------------------
 
 
 def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple[list[tuple], dict[Path, str]]:
-    """([(image, mask, structure, stem, patient, split)], {file: why it is left out}) of list_files() of both.
+    """Pair images and masks; return ([(image, mask, structure, stem, patient, split)], {unused file: reason}).
 
-    stem: the image's path without its ending. patient: "" if --patient_pattern finds none. Every file is left out until
-    write_set() uses it. known: read_patients(), empty without --table.
+    images, masks: from list_files(). known: from read_patients(), empty without --table. stem: the image's path without
+    ending. patient: "" if --patient_pattern does not match. All files count as unused until write_set() uses them.
     """
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
-    # a folder of DICOM slices is one image where the mask is a volume
+    # for a mask that is a volume, a folder of DICOM slices is one image
     folders = {path.parent.relative_to(args.images).as_posix().lower(): path.parent for path in images.values()}
     unused = dict.fromkeys(masks.values(), "no image of this name")
     unused |= dict.fromkeys(images.values(), "no mask of this name")
@@ -215,9 +214,9 @@ def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple
 
 
 def write_set(pairs: list[tuple], unused: dict, folder: Path, name: str, args: Namespace) -> list[tuple]:
-    """Write the images and masks of pair_files() into a folder; returns the rows of the CSV.
+    """Write the images and masks of pair_files() to `folder`; return the rows of the CSV.
 
-    Files that are used leave `unused`. Raises InputError naming all files that cannot be used.
+    Removes the files it uses from `unused`. Raises one InputError for all unusable files.
     """
     for split in ("train", "val", "test"):
         (folder / f"{split}_images").mkdir(parents=True)
@@ -235,7 +234,7 @@ def write_set(pairs: list[tuple], unused: dict, folder: Path, name: str, args: N
 
         for addition, pixels, of_view in views:
             file = re.sub(UNSAFE, "_", stem) + addition
-            # two images may not have one name
+            # different images may end up with the same name
             while image_of.setdefault(file.lower(), image) != image:
                 file += "_"
             for names, inside in sorted(of_view.items()):
@@ -261,7 +260,7 @@ def write_set(pairs: list[tuple], unused: dict, folder: Path, name: str, args: N
 
 
 def say_what_is_there(rows: list[tuple], unused: dict, known: dict, args: Namespace) -> None:
-    """Print which files are left out and why, and how many questions, images and patients each split has."""
+    """Print the unused files with their reasons, and each split's numbers of questions, images and patients."""
     for reason in sorted({*unused.values()}):
         files = sorted(str(path) for path, why in unused.items() if why == reason)
         print(f"left out, {reason} ({len(files)}): {', '.join(files[:3])}{', ...' * (len(files) > 3)}")
@@ -269,17 +268,17 @@ def say_what_is_there(rows: list[tuple], unused: dict, known: dict, args: Namesp
         lost = {patient for patient, _, _ in known.values()} - {row[-1] for row in rows}
         print(f"{args.table}: {len(lost)} of its patients have no image here")
     elif args.patient_pattern == ".*":
-        print("split by image: where a patient has several, give --patient_pattern or --table")
+        print("split by image; if a patient has several images, give --patient_pattern or --table")
     for split, share in zip(("train", "val", "test"), args.split, strict=True):
         of_split = [row for row in rows if row[2] == split]
         images, patients = ({row[column] for row in of_split} for column in (1, -1))
-        few = "; few to judge by" if split != "train" and 0 < len(patients) < 20 else ""
-        hint = "; for some, try another --seed or name the splits in --table" if share and not of_split else few
+        few = "; too few to judge by" if split != "train" and 0 < len(patients) < 20 else ""
+        hint = "; to get some, try another --seed or name the splits in --table" if share and not of_split else few
         print(f"{split:5} {len(of_split)} questions about {len(images)} images of {len(patients)} patients{hint}")
 
 
 def prepare(args: Namespace) -> None:
-    """Write OUT/annotations/NAME.csv and OUT/NAME, both or neither, and say what is in them. Raises InputError."""
+    """Write OUT/annotations/NAME.csv and OUT/NAME, which appear only when complete. Raises InputError or RunError."""
     name = args.name or re.sub(UNSAFE, "_", args.images.resolve().name)
     folder, table, partial = args.out / name, args.out / f"annotations/{name}.csv", args.out / f".{name}.partial"
     if not args.overwrite and (folder.exists() or table.exists()):

@@ -1,4 +1,4 @@
-"""Guide 0's test table with its rivals and ablations, the figures, and the files of an evaluation and of --predict."""
+"""The test table of guide 0 with baseline models and ablations, figures, and the files that --predict writes."""
 
 import textwrap
 import warnings
@@ -15,19 +15,19 @@ from tasks.prs_med.annotations import Row, position_in, position_of
 from tasks.prs_med.wordings import named_in
 from utils import stats
 
-# rows that a figure shows, and the most that are evaluated again without their image
+# number of rows in a figure; maximum number of rows in an ablation
 EXAMPLES, MOST_ABLATED = 6, 300
-# means over rows, all but the last in 0..1; the titles of those that the table shows
+# scores to average over rows, all in 0..1 but hd95, and the table's column titles
 MEANS = ("dice", "iou", "position_accuracy", "position_accuracy_mask", "hd95")
 COLUMNS = {"dice": "Dice", "position_accuracy": "position", "position_accuracy_mask": "mask pos.", "hd95": "HD95"}
 
 
 def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
-    """95 % Hausdorff distance of each pair of (B, H, W) masks, pixels: 0 where both are empty, the diagonal for one."""
+    """95 % Hausdorff distances in pixels of masks (B, H, W): 0 if both are empty, the diagonal if only one is."""
     from monai.metrics import compute_hausdorff_distance
 
     with warnings.catch_warnings():
-        # of empty masks, and of MONAI's own call of a name that it has deprecated
+        # MONAI warns about empty masks, and calls a function that it has deprecated itself
         warnings.simplefilter("ignore")
         distances = compute_hausdorff_distance(predicted[:, None], target[:, None], True, percentile=95)[:, 0]
     limits = float(np.hypot(*target.shape[1:])) * (predicted | target).any((1, 2))
@@ -35,17 +35,17 @@ def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
 
 
 def evenly_spaced(items, most: int) -> list:
-    """At most `most` of the items, evenly spaced."""
+    """Select at most `most` evenly spaced items."""
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
 
 
 def case_of(row: Row) -> str:
-    """What rows that are not independent share: their patient where that is known, else their image."""
+    """The case of a row, the unit of the intervals: its patient if known, otherwise its image."""
     return row.patient or row.identity
 
 
 def ablations(rows: list[Row], seed: int) -> dict[str, list[Row]]:
-    """The same questions without the image, and with another case's."""
+    """Rows with the same questions about a blank image, and about the image of another case."""
     shown = {"blank_image": [row._replace(image="", digest="") for row in rows]}
     others = stats.other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
     if others:
@@ -56,7 +56,7 @@ def ablations(rows: list[Row], seed: int) -> dict[str, list[Row]]:
 
 
 def join_wordings(others: dict[str, list[dict]]) -> None:
-    """Replace the scores of each wording by "in_other_words", each row's mean, and "worst_wording" by mean Dice."""
+    """Replace scores per wording with "in_other_words", means by row, and "worst_wording", the lowest in mean Dice."""
     asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
     if asked:
         frame = pd.concat(
@@ -68,19 +68,19 @@ def join_wordings(others: dict[str, list[dict]]) -> None:
 
 
 def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], rows: list[Row]) -> dict[str, float]:
-    """Rank 0: print the network's row, then by modality, then the others'; returns their metrics by name.
+    """Rank 0: print the table of the network and of `others` (ablations, baseline models); return all metrics by name.
 
-    Means over rows with 95 % intervals by case. The last column is the network's mean paired difference to each of the
-    others, in Dice, or in position for what has no mask. Below, what questions about "absent" structures bring.
+    Entries are means over rows with 95 % intervals by case. The last column is the network's mean paired difference to
+    each of the others, in Dice, or in position for a model without masks.
     """
     metrics: dict[str, float] = {}
     absent = others.pop("absent", [])
 
     def enter(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
-        """A mean and its interval as metrics, and as the table has them; values: of each row."""
+        """Add a mean with its interval to the metrics; return its text for the table. values: by row index."""
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
-        # one case alone has no interval
+        # the interval is NaN if there is only one case
         if low == low:
             # only differences may be negative
             low = low if sign else max(low, 0.0)
@@ -101,14 +101,14 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
             if values:
                 text = enter(f"{key}/{name}", values, name != "hd95")
                 if name in COLUMNS:
-                    # the other intervals are in summary.json
+                    # in the table only Dice has its interval; all are in summary.json
                     line[COLUMNS[name]] = text if name == "dice" else text.partition(" ")[0]
         title = key.rpartition("/")[2]
         if key in parts:
             table["network" if key == split else f" {title}"] = line
             continue
         table[title.replace("_", " ")] = line
-        # the network's mean lead over the rows that both have
+        # the network's mean paired difference over the rows that both models have
         name = "dice" if COLUMNS["dice"] in line else "position_accuracy"
         own, other = ({row["index"]: row.get(name) for row in of_one} for of_one in (scores, some))
         gains = {index: own[index] - value for index, value in other.items() if None not in (value, own[index])}
@@ -118,7 +118,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     print(f"\n{split}: {asked} questions, {cases} cases (95 % intervals by case)")
     print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
     if absent:
-        # the Dice of an empty mask with an empty one is 1, of any other with it 0
+        # against an empty true mask, Dice is 1 for an empty prediction and 0 for any other
         empty = [row["dice"] == 1 for row in absent]
         named = [position_in(row["generated"]) is not None for row in absent]
         metrics |= {f"{split}/absent/empty_mask": float(np.mean(empty))}
@@ -132,7 +132,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
 
 
 def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, dict]):
-    """A matplotlib figure: images with the true outline (green) and the predicted mask (red), question and answers."""
+    """Matplotlib figure of images with the true outline (green), the predicted mask (red), question and answers."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(examples))
@@ -143,16 +143,16 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
         axis.axis("off")
     for axis, (index, example) in zip(axes, examples.items(), strict=False):
         row, score = rows[index], scores[index]
-        says = f"says: {score['generated'] or '(nothing)'}" if "generated" in score else "(no answer asked for)"
+        says = f"answer: {score['generated'] or '(nothing)'}" if "generated" in score else "(no answer generated)"
         caption = [f"{row.modality}, Dice {score['dice']:.2f}", row.question, says, f"true: {row.answer}"]
-        # what a model says early in a training may hold characters that no font has
+        # early in training, answers may contain characters that no font has
         caption = [text.replace("\ufffd", "?") for text in caption]
         caption = ["".join(letter if letter.isprintable() else "?" for letter in text) for text in caption]
         wrapped = [line for text in caption for line in textwrap.wrap(text, 52)[:3]]
         axis.set_title("\n".join(wrapped), fontsize=8, loc="left", parse_math=False)
         axis.imshow(example["image"].transpose(1, 2, 0))
         axis.imshow(np.where(example["predicted"][..., None], [1.0, 0.1, 0.1, 0.4], 0.0))
-        # an empty mask and a full one have no outline
+        # empty and full masks have no outline
         if example["true"].any() and not example["true"].all():
             axis.contour(example["true"], [0.5], colors="lime", linewidths=1.5)
     return figure
@@ -161,10 +161,10 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
 def write_predictions(
     run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image], structures: list[list[str]]
 ) -> None:
-    """Rank 0: predictions.csv, and of each (image, question) a mask (0 and 255) and an overlay, named by the image.
+    """Rank 0: write predictions.csv, and a mask (0 and 255) and an overlay for each (image, question).
 
-    Earlier predictions stay: the folder is predictions, predictions_2, ... agree: whether the sentence names the
-    position where the mask lies. structures: the names that the training had; `named`: those that a question has.
+    The folder is predictions, or predictions_2, ... if it exists. Column `agree`: whether the answer names the mask's
+    position; `named`: structures in the question. structures: names and synonyms from training.
     """
     folder, number = run_folder / "predictions", 1
     while folder.exists():
@@ -174,7 +174,7 @@ def write_predictions(
     lines = []
     stems = Counter(file.stem for file, _ in asked)
     for place, ((file, question), record) in enumerate(zip(asked, records, strict=True), start=1):
-        # a number where several questions, or files, have one name
+        # add a number if several questions or files have the same name
         stem = file.stem if stems[file.stem] == 1 else f"{file.stem}_{place}"
         mask, position = record["mask"], position_of(record["mask"])
         Image.fromarray(255 * mask.astype(np.uint8)).save(folder / f"{stem}_mask.png")
@@ -198,5 +198,5 @@ def write_predictions(
         )
     apart = [str(line["image"]) for line in lines if not line["agree"]]
     if apart:
-        print(f"warning: {len(apart)} of {len(lines)} sentences name another place than their mask: {apart[0]}, ...")
+        print(f"warning: {len(apart)} of {len(lines)} answers name another position than their mask's: {apart[0]}, ...")
     print(f"written: {folder}/predictions.csv, masks and overlays", flush=True)

@@ -1,4 +1,4 @@
-"""Simple rivals for the test table: best grey band, mean mask, forest of texture filters, most frequent position.
+"""Baseline models for the test table: grey threshold, mean mask, random forest on texture, most frequent position.
 
 Each is fitted to the training rows of the structure that a question is about.
 """
@@ -15,14 +15,14 @@ from tasks.prs_med.annotations import position_in, position_of
 from tasks.prs_med.report import evenly_spaced
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
-# fewer rows than this say too little about a structure, and more than this no more
+# fewer training rows are too few to fit a structure; more than MOST do not improve the fit
 FEWEST, MOST = 8, 400
 
 NAMES = ("grey_threshold", "mean_mask", "pixel_forest", "frequent_position")
 
 
 class Example(NamedTuple):
-    """A row at 256 x 256 pixels at most. gray: uint8 (S, S). mask: bool (S, S). position: the one its answer names."""
+    """A row at a reduced size. gray: uint8 (S, S). mask: bool (S, S). position: as named in the answer."""
 
     gray: np.ndarray
     mask: np.ndarray
@@ -30,10 +30,10 @@ class Example(NamedTuple):
 
 
 def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
-    """This rank's part of the scores of each rival on rows of `test`, fitted to those of `train` (PositionData).
+    """Fit each baseline to `train` and return this rank's part of its scores on `test` (both PositionData).
 
-    Where a structure has too few rows, those of its modality, or all, stand for it. Of one with more than MOST rows,
-    MOST are scored.
+    A structure with fewer than FEWEST training rows uses all rows of its modality, or else all rows. At most MOST rows
+    of a structure are scored.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
@@ -69,7 +69,7 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
 
 
 def key_of(modality: str, answer: str) -> tuple[str, str]:
-    """(modality, structure). The structure is the answer without its position: "the cyst is located in the of the"."""
+    """Key of a structure: the modality, and the answer without its position ("the cyst is in the of the image")."""
     words = re.findall(r"\w+", answer.casefold())
     return modality, " ".join(word for word in words if word not in PLACES)
 
@@ -80,11 +80,11 @@ def read_example(data, index: int, step: int) -> Example:
     return Example(gray, item["mask"].numpy()[::step, ::step], position_in(data.rows[index].answer))
 
 
-# --- the rules --------------------------------------------------------------------------------------------------------
+# --- the baselines ----------------------------------------------------------------------------------------------------
 
 
 def parts_of(rows: list[Example]) -> tuple[int, bool]:
-    """What the masks look like: how many parts most have (two lungs, say), and whether they reach the border."""
+    """Median number of connected parts in a mask (two for lungs), and whether masks touch the border."""
     parts, touching = [], []
     for mask in (row.mask for row in rows if row.mask.any()):
         sizes = np.bincount(ndimage.label(mask)[0].ravel())[1:]
@@ -94,22 +94,22 @@ def parts_of(rows: list[Example]) -> tuple[int, bool]:
 
 
 def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int]:
-    """The grey levels (lo, hi) whose largest parts have the best mean Dice."""
-    # about 96 pixels a side are enough to compare bands
+    """Find the grey levels (lo, hi) for which in_band() has the best mean Dice."""
+    # about 96 pixels per side are enough to compare bands
     step = max(1, len(rows[0].gray) // 96)
 
     def score(band: tuple[int, int]) -> float:
         found = [in_band(row.gray[::step, ::step], band, parts, touching) for row in rows]
         return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
 
-    # bands from 0 are "darker than", bands up to 256 "brighter than"; then a finer look around the best
+    # coarse search, where a band from 0 means "darker than" and one to 256 "brighter than"; then a finer search
     lo, hi = max(combinations(range(0, 257, 16), 2), key=score)
     near = range(-12, 13, 4)
     return max(product([lo + i for i in near if lo] or [0], [hi + i for i in near if hi < 256] or [256]), key=score)
 
 
 def in_band(gray: np.ndarray, band: tuple[int, int], parts: int, touching: bool) -> np.ndarray:
-    """(H, W) bool: the largest connected parts of the pixels with lo <= grey < hi; see parts_of."""
+    """Mask (H, W) of the largest connected parts with lo <= grey < hi; parts, touching: from parts_of()."""
     labels, count = ndimage.label((gray >= band[0]) & (gray < band[1]))
     sizes = np.bincount(labels.ravel(), minlength=count + 1)
     sizes[0] = 0
@@ -122,14 +122,14 @@ def in_band(gray: np.ndarray, band: tuple[int, int], parts: int, touching: bool)
 
 
 def best_mean_mask(rows: list[Example]) -> np.ndarray:
-    """The mean mask, cut at the level that has the best mean Dice; no image is used."""
+    """The mean mask, thresholded at the level with the best mean Dice."""
     mean = np.mean([row.mask for row in rows], axis=0)
     cuts = [mean > level for level in np.linspace(0, mean.max(), 20, endpoint=False)]
     return max(cuts, key=lambda cut: np.mean([dice(cut, row.mask) for row in rows]))
 
 
 def fit_forest(rows: list[Example]):
-    """A random forest that tells from the texture around a pixel how likely it is foreground; of 500 pixels a row."""
+    """Fit a random forest that predicts foreground from the texture around a pixel, on up to 500 pixels per row."""
     from sklearn.ensemble import RandomForestRegressor
 
     rng = np.random.default_rng(0)
@@ -148,7 +148,7 @@ def fit_forest(rows: list[Example]):
 
 
 def by_forest(forest, gray: np.ndarray, parts: int, touching: bool) -> np.ndarray:
-    """(H, W) bool: the largest connected parts of what a forest takes for foreground."""
+    """Mask (H, W) of the largest connected parts of the forest's foreground."""
     step = coarser(gray)
     small = gray[::step, ::step]
     likely = ndimage.gaussian_filter(forest.predict(texture(small)).reshape(small.shape), 1)
@@ -157,7 +157,7 @@ def by_forest(forest, gray: np.ndarray, parts: int, touching: bool) -> np.ndarra
 
 
 def texture(gray: np.ndarray) -> np.ndarray:
-    """(H W, 12): Gaussians and gradients of each pixel's surroundings at three scales, structure tensors at two."""
+    """Texture features (H W, 12): Gaussians and gradients at three scales, structure tensors at two."""
     gray = gray / 255
     kinds = (ndimage.gaussian_filter, ndimage.gaussian_gradient_magnitude)
     parts = [kind(gray, scale) for kind in kinds for scale in (1, 2, 4)]
@@ -167,11 +167,11 @@ def texture(gray: np.ndarray) -> np.ndarray:
 
 
 def coarser(gray: np.ndarray) -> int:
-    """The step between the pixels that are looked at, which leaves 128 to 255 of them a side of a larger image."""
+    """Subsampling step that leaves 128 to 255 pixels per side of a larger image."""
     return max(1, len(gray) // 128)
 
 
 def dice(predicted: np.ndarray, target: np.ndarray) -> float:
-    """Dice of two bool masks; 1 where both are empty."""
+    """Dice of two bool masks; 1 if both are empty."""
     areas = predicted.sum() + target.sum()
     return float(2 * (predicted & target).sum() / areas) if areas else 1.0

@@ -1,12 +1,12 @@
-"""Write a small data set in the layout of MMRS / PosMed, and tiny checkpoints beside it (`llava_tiny`, `sam_tiny`).
+"""Write a small data set in the layout of MMRS / PosMed, and tiny model checkpoints (`llava_tiny`, `sam_tiny`).
 
-The brain, lung and skin images are made up. Each shows four streaky lesions: a bright one whose streaks rise to the
-right and a dark one whose streaks rise to the left are asked about, a dark and a bright one with the other direction
-are not. Neither grey nor texture alone finds the one meant, and nothing in the image says which question comes with it.
+The synthetic brain, lung and skin images show four striped lesions each. Questions are about the bright lesion with
+rising stripes or the dark lesion with falling stripes; the other two combinations are distractors. So neither grey
+level nor texture alone identifies a lesion, and the image does not reveal the question.
 
 As in the real data, image_path is the mask's path, skin images have ISIC's names, and each mask has its own copy of the
-image. The checkpoints go through the same `from_pretrained` calls as LLaVA-Med and SAM. Their weights are random, but
-for a language model that has read questions and answers without an image.
+image. The models load with the same `from_pretrained` calls as LLaVA-Med and SAM. Their weights are random, except for
+hand-made image filters and a language model pretrained on questions and answers without images.
 """
 
 import argparse
@@ -26,20 +26,19 @@ from tasks.prs_med.wordings import ABSENT, ANSWERS, QUESTIONS, draw, fill, name_
 from utils.cli import InputError, whole
 
 BRAIN, LUNG, SKIN = "brain_tumors_ct_scan", "lung_CT", "skin_rgbimage"
-# the bright lesion and the dark one
+# names of the bright and the dark lesion
 TARGETS = {BRAIN: ("glioma", "meningioma"), LUNG: ("tumour", "fibrosis"), SKIN: ("naevus", "keratosis")}
 PICTURES = {BRAIN: "A brain slice", LUNG: "A chest CT slice", SKIN: "A skin photograph"}
 POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1), "bottom right": (1, 1)}
 POSITIONS["center"] = (0, 0)
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "structure")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
-# batches of texts that the tiny language model reads beforehand
+# pretraining steps of the tiny language model
 READINGS = 300
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this data set's flags."""
     add = parser.add_argument
     add("out", type=Path, help="folder to write; must not hold a data set yet")
     add("--num_train", type=whole(1), default=1800, help="training images, two questions each")
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write images, masks, questions and checkpoints. Raises InputError where the folder holds a data set."""
+    """Write images, masks, questions and checkpoints. Raises InputError if the folder has a data set."""
     if (out / "annotations").exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
     counts = {"train": num_train, "val": num_val, "test": num_test}
@@ -72,7 +71,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
 
 
 def write_case(out: Path, seed: int, size: int, number: int, modality: str, split: str) -> list[tuple]:
-    """Write one image, once for each of its two masks, and return their rows of the CSV."""
+    """Write an image twice, once for each of its two masks, and return the two CSV rows."""
     rng = np.random.default_rng([seed, number])
     pixels, masks, positions = draw_case(rng, modality, size)
     rows = []
@@ -99,13 +98,13 @@ def write_case(out: Path, seed: int, size: int, number: int, modality: str, spli
 
 
 def smooth_noise(rng: Generator, size: int, cells: int) -> np.ndarray:
-    """(size, size) noise from about -1 to 1 whose features are size / cells pixels wide."""
+    """Noise (size, size) from about -1 to 1, with features of size / cells pixels."""
     coarse = rng.uniform(-1, 1, (cells + 2, cells + 2)).astype(np.float32)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))
 
 
 def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: float = 1.0) -> np.ndarray:
-    """(size, size) distance inwards from a wavy ellipse's outline, in pixels; all in shares of the side otherwise."""
+    """Signed distance (size, size) to a wavy ellipse in pixels, positive inside. x, y, radius: fractions of `size`."""
     v, u = np.mgrid[:size, :size] / (size - 1)
     z = (u - x + 1j * (v - y)) * np.exp(1j * rng.uniform(0, np.pi))
     stretch = 1 + wobble * rng.uniform(-0.2, 0.25)
@@ -114,12 +113,12 @@ def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: f
 
 
 def soft(distance: np.ndarray) -> np.ndarray:
-    """From 0 outside to 1 inside, over about a pixel."""
+    """Opacity from a signed distance: 0 outside to 1 inside, over about a pixel."""
     return 1 / (1 + np.exp(-np.clip(distance / 0.6, -30, 30)))
 
 
 def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, list[np.ndarray], list[str]]:
-    """(uint8 image, bool masks of the two lesions asked about, their positions)."""
+    """Draw an image; return (uint8 image, bool masks of the two lesions asked about, their positions)."""
     image = draw_anatomy(rng, modality, size) + 0.1 * smooth_noise(rng, size, 2)
     masks, positions = [], [list(POSITIONS)[i] for i in rng.permutation(5)[:4]]
     for i, position in enumerate(positions):
@@ -128,7 +127,7 @@ def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, lis
         lesion = blob(rng, size, x, y, rng.uniform(0.09, 0.125))
         masks.append(lesion > 0)
 
-        # bright /, dark \, dark /, bright \: the first two are asked about; streaks, a little bent, 17 to an image
+        # bright /, dark \, dark /, bright \: questions are about the first two; 17 slightly bent stripes per image side
         angle = np.pi / 4 * (1, 3)[i % 2] + rng.uniform(-0.15, 0.15)
         v, u = np.mgrid[:size, :size] / (size - 1)
         phase = 17 * (u * np.cos(angle) + v * np.sin(angle)) + 0.25 * smooth_noise(rng, size, 6)
@@ -142,12 +141,12 @@ def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, lis
 
 
 def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
-    """(size, size) healthy tissue, its greys from 0 to 1."""
+    """Draw healthy tissue (size, size) with grey levels from 0 to 1."""
     image = 0.5 + 0.04 * smooth_noise(rng, size, 6) + 0.03 * smooth_noise(rng, size, 16)
     if modality == SKIN:
         rows = np.arange(size)
         for _ in range(rng.integers(2, 6)):
-            # a hair from top to bottom, aslant and not quite straight
+            # a slanted, slightly crooked hair from top to bottom
             hair = rng.uniform(0, size) + np.cumsum(rng.normal(0, 0.4, size)) + rng.uniform(-0.5, 0.5) * rows
             inside = (hair >= 0) & (hair < size)
             image[rows[inside], hair[inside].astype(int)] -= 0.2
@@ -171,7 +170,7 @@ def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
 def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) -> None:
     """Write llava_tiny, with a tokenizer trained on the texts, and sam_tiny for images of about image_size.
 
-    texts: the training split's questions and answers in turn, which name the structures.
+    texts: alternating questions and answers of the training set.
     """
     import torch
     import transformers as hf
@@ -187,8 +186,8 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
         answers.setdefault(name_structure(question, answer), []).append(answer)
     answers.pop("", None)
     spoken = [draw(rng, [name], list(answers)) for name in answers for _ in range(200)]
-    # so that a name in capitals, quotes or brackets, or at the start of a line, is made of the same tokens: a few
-    # hundred questions are too few to learn that it means the same
+    # normalise case and punctuation, so that a name always has the same tokens: a few hundred questions are too few to
+    # learn that different tokens mean the same structure
     symbols = normalizers.Replace(Regex(r"[^\w\n<>.,?!:;]+"), " ")
     one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n "), symbols]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
@@ -217,8 +216,8 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
 def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
     """Pretrain the language model on questions and answers without images, as a real one is pretrained on text.
 
-    answers: those about each structure. Two losses: the answer's cross-entropy, and that of the structure's name read
-    off the prompt's last place half-way through the layers, which leaves the later ones free to look at the image.
+    answers: by structure. The loss is the cross-entropy of the answer, plus that of the structure's name predicted from
+    the prompt's last token by the lower half of the layers, which leaves the upper half free to look at the image.
     """
     import torch
     import torch.nn.functional as F
@@ -243,7 +242,7 @@ def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator,
         loss = -torch.stack([row[words[name]].mean() for row, name in zip(heard, asked, strict=True)]).mean()
         ids, mask = tokens["input_ids"][:, 1:], tokens["attention_mask"][:, 1:] > 0
         mask &= torch.arange(ids.shape[1]) >= ends[:, None]
-        # weighted as in configs/prs_med_demo.yaml
+        # 4 is lambda_txt of configs/prs_med_demo.yaml
         loss = loss + 4 * F.cross_entropy(head(states.last_hidden_state[:, :-1][mask]), ids[mask])
         optimizer.zero_grad()
         loss.backward()
@@ -252,9 +251,9 @@ def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator,
 
 
 def let_it_see(tower, projector) -> None:
-    """Give the frozen image tower filters like a trained one's: with random weights it tells nothing of an image.
+    """Give the frozen image tower hand-made filters; random weights would lose the image.
 
-    Each patch is seen through waves of 0 to 3 periods in two phases; its brightness and its place come with them.
+    A patch is encoded by waves of 0 to 3 periods in two phases, its brightness and its position.
     """
     import torch
 
@@ -273,7 +272,7 @@ def let_it_see(tower, projector) -> None:
     tower.position_embedding.weight.zero_()
     tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([place.sin(), place.cos()], 1)
 
-    # of each direction the projector passes on both sides, which together are its strength
+    # the projector splits a feature into its positive and negative part; for waves it adds both to an unsigned strength
     projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
     strength = torch.randn(2 * width, n)
     strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)

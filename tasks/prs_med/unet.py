@@ -1,7 +1,7 @@
-"""The rival that most would train instead: a small UNet with one output for each structure of the training questions.
+"""The baseline model that most would train instead: a small UNet with one output channel per training structure.
 
-It has the network's training and validation images and masks at the network's image size, and its best epoch is chosen
-by validation Dice, too. It knows a fixed list of structures, no wording and no sentence.
+The UNet uses the network's images and masks at the same size, and keeps the weights with the best validation Dice. It
+neither reads questions nor writes answers.
 """
 
 import math
@@ -22,16 +22,16 @@ BATCH, EVALUATIONS, MOST_VALIDATED, LEARNING_RATE = 8, 10, 200, 3e-3
 
 
 def structure_of(row) -> tuple[str, str]:
-    """What an output of the UNet stands for; where a row names no structure, that of its modality."""
+    """Key of the UNet's output channel for a row; rows without a structure share one channel per modality."""
     return row.modality, " ".join(row.names[:1]).casefold()
 
 
 def unet_scores(
     train, val, test, steps: int, seed: int, device: torch.device, precision: str, alive: Callable[[], None]
 ) -> list[dict]:
-    """A UNet's scores on the rows of `test` whose structure is in `train` (PositionData), fitted in some steps.
+    """Train a UNet on `train`; return its scores on the rows of `test` whose structure is in `train` (PositionData).
 
-    alive: called in each step.
+    alive: heartbeat, called in each step.
     """
     from monai.networks.nets import BasicUNet
 
@@ -48,7 +48,7 @@ def unet_scores(
     optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, fused=True)
 
     def read(data, groups: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Images (B, 3, S, S) in -1..1, and the mask (N, S, S), image and output of each row."""
+        """Return images (B, 3, S, S) in -1..1, and each row's mask (N, S, S), image index and output channel."""
         items = [data[index] for group in groups for index in group]
         image_of = torch.tensor([n for n, group in enumerate(groups) for _ in group])
         first = [sum(map(len, groups[:n])) for n in range(len(groups))]
@@ -60,9 +60,9 @@ def unet_scores(
 
     @torch.no_grad()
     def predict(data, rows: list[int]):
-        """(row, masks predicted and true (1, S, S)) of each row."""
+        """Yield each row's index, predicted mask and true mask, both (1, S, S)."""
         net.eval()
-        # rows of one image follow one another
+        # adjacent rows of one image share a forward pass
         for _, group in groupby(rows, key=lambda index: data.rows[index].identity):
             group = list(group)
             pixels, masks, _, channels = read(data, [group])
@@ -107,7 +107,7 @@ def unet_scores(
 
 
 def augment(pixels: Tensor, masks: Tensor, image_of: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Images (B, 3, S, S) and masks (N, S, S) moved a little alike, contrast and noise of the images changed."""
+    """Apply random affine transforms to images (B, 3, S, S) and their masks (N, S, S), gain and noise to the images."""
     count, device = len(pixels), pixels.device
     turn = np.tile(np.eye(2, 3), (count, 1, 1)) + rng.normal(0, 0.06, (count, 2, 3)) * [[1, 0, 1], [0, 1, 1]]
     gain = torch.from_numpy(rng.uniform(0.8, 1.2, (count, 1, 1, 1))).float().to(device)

@@ -1,4 +1,4 @@
-"""The words of questions: which structure one names, and how to ask for it in other words. No torch."""
+"""Wordings: find the structure that a question names, and reword questions about it. No torch."""
 
 import re
 from collections import defaultdict
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from numpy.random import Generator
 
-# questions and answers of the data that we write; {is} and {it} agree with the name in number
+# questions and answers of prepared and synthetic data; {is} and {it} agree with the name in number
 QUESTIONS = (
     "Where {is} the {name} located in this image?",
     "In which part of the image {is} the {name}?",
@@ -18,10 +18,10 @@ ANSWERS = (
     "The {name} {is} in the {position} of the image.",
     "The {name} can be seen in the {position} of the image.",
 )
-# of a structure that no image of the modality shows
+# the answer about a structure that no image of the modality shows
 ABSENT = "There {is} no {name} in this image."
 
-# a reworded training question is one of these requests amid words without meaning; it may exclude another structure
+# a reworded training question is one of these requests between filler words; it may exclude another structure
 REQUESTS = (
     "{name}",
     "the {name}",
@@ -65,7 +65,7 @@ your
 """.split()
 PUNCTUATION = ("", "", "", ".", "?", "!", ",", ":", ";", "...", "?!", " -")
 
-# how the test asks, as no training step does
+# wordings for the test, never used in training
 OTHER_WORDS = (
     "Outline the {name}.",
     "{name} -> border",
@@ -76,15 +76,12 @@ OTHER_WORDS = (
     "the whole contour of the {name} displayed above.",
 )
 
-# words that question and answer may share without naming a structure
+# words that do not begin or end a structure's name
 COMMON = set("a an and are at be can find image in is it located of part position say see seen the they to".split())
 
 
 def name_structure(question: str, answer: str) -> str:
-    """The structure that a question is about: the longest run of its words that the answer repeats; "" without one.
-
-    The run begins and ends with words that are not COMMON.
-    """
+    """Find the longest run of words in a question that its answer repeats, without COMMON words at either end."""
     asked, said = (re.findall(r"\w[\w'-]*", text) for text in (question, answer))
     said, best = spaced(" ".join(said)), []
     for first in range(len(asked)):
@@ -98,7 +95,7 @@ def name_structure(question: str, answer: str) -> str:
 
 
 def named_in(question: str, structures: list[list[str]]) -> list[str]:
-    """The structures, each [name, synonyms...], that a question names; "left kidney" does not name "kidney"."""
+    """Return the structures, given as [name, synonyms...], that a question names; "left kidney" is not "kidney"."""
     left, found = spaced(question), set()
     for name, structure in sorted(((name, s[0]) for s in structures for name in s), key=lambda pair: -len(pair[0])):
         if spaced(name) in left:
@@ -108,12 +105,12 @@ def named_in(question: str, structures: list[list[str]]) -> list[str]:
 
 
 def spaced(text: str) -> str:
-    """Its words in lower case, with a space before and behind each."""
+    """Lower-case words of a text with spaces around them, for finding whole words."""
     return " ".join(["", *re.findall(r"[^\W_]+", text.casefold()), ""])
 
 
 def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
-    """A wording about a structure. other: one that is not asked for."""
+    """Fill in a wording. name: the structure asked for. other: a structure that the question excludes."""
     word = name.lower().split()[-1]
     plural = word.endswith("s") and not word.endswith(("ss", "us", "is", "as"))
     words = {"is": "are" if plural else "is", "it": "they" if plural else "it", "NAME": name.upper()}
@@ -121,9 +118,9 @@ def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
 
 
 def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
-    """{(modality, name): the other structures that rows of the modality ask for}, each by its first name.
+    """Return {(modality, name): other structures in rows of the modality, without synonyms}.
 
-    "Liver" is no other than "liver", and "kidney" and "left kidney" may be one.
+    A name that contains the other, as "left kidney" contains "kidney", may mean the same structure and is left out.
     """
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
@@ -136,9 +133,10 @@ def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
 
 
 def absent_of(rows: list) -> dict[str, list[str]]:
-    """{modality: the structures that only rows of other modalities ask for}, each by its first name.
+    """Return {modality: structures that only rows of other modalities name, without synonyms}.
 
-    None where a row of the modality names no structure, and none that shares a synonym with one of its own.
+    Structures that share a synonym with one of the modality are excluded. The list is empty if a row of the modality
+    names no structure.
     """
     structures: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for row in rows:
@@ -153,26 +151,23 @@ def absent_of(rows: list) -> dict[str, list[str]]:
 
 
 def differ(one: str, other: str) -> bool:
-    """Whether two names stand for two structures: neither holds the other."""
+    """Whether two names mean different structures: neither contains the other."""
     return spaced(one) not in spaced(other) and spaced(other) not in spaced(one)
 
 
 def ask_for_absent(row, question: str, name: str):
-    """A row about the same image with an empty mask, whose answer says that the structure is not there."""
+    """Return the row with a question about an absent structure, an empty mask and the answer ABSENT."""
     return row._replace(question=question, answer=fill(ABSENT, name), mask="", names=(name,))
 
 
 def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
-    """A question about the structure of these names, in words and letter case drawn anew.
-
-    others: structures that it may exclude.
-    """
+    """Draw a question about a structure with these names, in random words and letter case; it may exclude `others`."""
 
     def one(choices: Sequence[str]) -> str:
         return choices[rng.integers(len(choices))]
 
     def talk(most: int) -> str:
-        """Words without meaning; the letters of some are shuffled, to stand for words never seen."""
+        """Draw filler words; some have their letters shuffled, to stand for unknown words."""
         words = [one(FILLERS) for _ in range(rng.integers(most + 1))]
         words = ["".join(rng.permutation(list(word))) if rng.random() < 0.2 else word for word in words]
         return " ".join(words) + (one(PUNCTUATION) if words else "")
@@ -190,7 +185,7 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def longest(names: Sequence[str]) -> str:
-    """A question as long as the longest that `draw` may give, for a trial of the memory."""
+    """A question about as long as the longest from draw(), for the memory trial."""
     name = max(names, key=len)
     return fill(
         max(EXCLUSIONS, key=len).replace("{request}", max(REQUESTS, key=len)) + 20 * f" {max(FILLERS, key=len)}",
@@ -200,7 +195,7 @@ def longest(names: Sequence[str]) -> str:
 
 
 def in_other_words(rows: list, some: list[int]) -> dict[str, tuple[list, list[int]]]:
-    """{"wording/<wording>": (rows asked in it, their indices)} of those of some rows whose structure is known."""
+    """Reword `some` rows with a known structure by each of OTHER_WORDS: {"wording/<wording>": (new rows, indices)}."""
     others, asked = others_of(rows), {}
     for wording in OTHER_WORDS:
         indices = [index for index in some if rows[index].names]
@@ -217,7 +212,7 @@ def in_other_words(rows: list, some: list[int]) -> dict[str, tuple[list, list[in
 
 
 def for_what_is_absent(rows: list, some: list[int], absent: dict[str, list[str]]) -> tuple[list, list[int]]:
-    """(rows that ask some images for a structure of another modality, the indices of those images' rows)."""
+    """Ask `some` rows about structures of other modalities; return (new rows, indices of the original rows)."""
     indices = [index for index in some if absent.get(rows[index].modality)]
     asked = []
     for number, index in enumerate(indices):
