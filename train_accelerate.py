@@ -1,4 +1,4 @@
-"""Guide 3, X-ray to CT: a frontal and a lateral X-ray in, the CT volume out, by a cascade of diffusion models.
+"""Guide 3, X-ray to CT: a cascade of diffusion models reconstructs a CT volume from a frontal and a lateral X-ray.
 
     python train_accelerate.py --config configs/single_view_config.json                # one GPU, or CPU
     accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train_accelerate.py \\
@@ -7,10 +7,10 @@
     bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
     python train_accelerate.py --make_drrs data/cts                                    # render the X-rays of your CTs
     python train_accelerate.py --eval_only --dataset_path other_hospital --split_files train.txt test.txt
-    python train_accelerate.py --predict new_xrays                                     # CT volumes of X-rays, as NIfTI
+    python train_accelerate.py --predict new_xrays                                     # write CT volumes as NIfTI
 
-Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png; see tasks/cascade/README.md, units in geometry.py.
-No data yet? `make demo TASK=cascade` makes some up.
+Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png, described in tasks/cascade/README.md.
+No data yet? `make demo TASK=cascade` trains on synthetic patients.
 """
 
 import copy
@@ -40,7 +40,6 @@ from utils.cli import (
 
 FORMAT = "cascade/3"
 ADVICE = "give the stage a smaller voxel_dim or token_grid, or --gradient_checkpointing"
-# what a model is made of, and what it sees
 MODEL_FLAGS = (
     "img_size", "num_views", "encoder_dim", "num_timesteps", "v_parameterization", "xray_agreement", "regression",
 )  # fmt: skip
@@ -49,7 +48,7 @@ FLIPS = ("flip_drrs_vertical", "flip_drrs_horizontal")
 
 @dataclass
 class Stage:
-    """An entry of --stage_configs; None: as the flag says. The defaults are the guide's, see GUIDE."""
+    """One entry of --stage_configs. Fields that are None take the value of their flag."""
 
     name: str
     volume_size: list[int]
@@ -64,7 +63,6 @@ class Stage:
     token_grid: int = 16
 
     def check(self) -> None:
-        """Raises ArgumentTypeError for a value that no model can have."""
         if not re.fullmatch(r"(?!step_)[A-Za-z]\w*", str(self.name)):
             raise ArgumentTypeError(f"name {self.name!r} must be a word, which does not begin with step_")
         for item in fields(self):
@@ -85,12 +83,12 @@ class Stage:
 
     @property
     def halvings(self) -> int:
-        """How often the model halves the grid before the transformer."""
+        """Number of times the network halves the grid until no side exceeds token_grid; at least 1."""
         return max(1, math.ceil(math.log2(max(self.volume_size) / self.token_grid)))
 
     @property
     def eval_batch(self) -> int:
-        """Patients per forward pass of an evaluation: the same at any world size, so that results are too."""
+        """Patients per forward pass of an evaluation; independent of the world size, as results must be."""
         return max(1, min(4, 2 * 128**3 // math.prod(self.volume_size)))
 
 
@@ -102,7 +100,6 @@ GUIDE = [
 
 
 def json_object(text: str) -> dict:
-    """argparse type: a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -113,10 +110,10 @@ def json_object(text: str) -> dict:
 
 
 def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str], in_config: set[str]) -> list[dict]:
-    """The stages of --stage_configs, completed: an entry's own value, unless the command line has `given` one for all.
+    """Complete the entries of --stage_configs, or the guide's stages if there are none. Raises ArgumentTypeError.
 
-    What an entry leaves out is as the flag says, or as in the guide; without entries the guide's stages have what the
-    command line or the config file gives. Raises ArgumentTypeError.
+    Precedence: command line, entry, config file, flag's default, guide's stage. Without entries: command line, config
+    file, guide's stage, flag's default. given, in_config: flags set on the command line and in the config file.
     """
     stages = [replace(stage) for stage in GUIDE]
     if entries:
@@ -155,35 +152,48 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("data").add_argument
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help="folder with a sub-folder per patient")
     add("--split_seed", type=whole(0), default=42, help="seed of the 80/10/10 split by patient")
-    add("--split_files", nargs="+", metavar="FILE", help="ids of TRAIN VAL TEST, or of TRAIN TEST: a tenth validates")
+    add(
+        "--split_files",
+        nargs="+",
+        metavar="FILE",
+        help="id lists: TRAIN VAL TEST, or TRAIN TEST (a tenth of TRAIN validates)",
+    )
     advanced("--flip_drrs_vertical", action=yes_no, help="X-rays show the head at the top; --no-...: the feet")
-    advanced("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), help="views stored mirrored")
+    advanced("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), help="views that are stored mirrored")
     advanced(
-        "--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first"
+        "--skip_alignment_check", action="store_true", help="do not compare X-rays with their CT's projection first"
     )
     add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
-    add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
-    advanced("--cache_in_memory", action="store_true", help="patients in EACH process, too: 35 MB each at 256^3")
+    add("--cache_dir", default="runs/cache/cascade", help="folder of decoded patients, 38 MB each; may be deleted")
+    advanced("--cache_in_memory", action="store_true", help="also keep patients in EACH process: 35 MB each at 256^3")
     add("--make_drrs", metavar="DIR", help="no training: render the missing X-rays of every CT below DIR")
 
     add = parser.add_argument_group("model").add_argument
-    add("--img_size", type=whole(32), default=512, help="side of the X-rays, pixels; lower it on OOM")
+    add("--img_size", type=whole(32), default=512, help="side of the X-rays in pixels; lower it if out of memory")
     add("--num_views", type=int, choices=(1, 2), default=2, help="1: frontal; 2: frontal and lateral")
-    advanced("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
-    text = "a JSON object per stage; left out: 64^3, 128^3, 256^3"
+    advanced("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; fewer take less memory")
+    text = "one JSON object per stage; default: the guide's stages of 64^3, 128^3 and 256^3"
     add("--stage_configs", type=json_object, nargs="+", metavar="JSON", help=text)
-    advanced("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
+    advanced("--num_timesteps", type=whole(10), default=1000, help="diffusion timesteps in training")
     advanced(
         "--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise"
     )
     advanced(
-        "--xray_agreement", action=yes_no, default=True, help="hold volumes to the X-rays in training and sampling"
+        "--xray_agreement",
+        action=yes_no,
+        default=True,
+        help="correct volumes to agree with the X-rays, in training and sampling",
     )
-    add("--regression", action="store_true", help="no diffusion: the model's one-step answer alone")
-    add("--gradient_checkpointing", action=yes_no, default=False, help="less memory, a third slower")
+    add("--regression", action="store_true", help="no diffusion: train only the one-step answer")
+    add(
+        "--gradient_checkpointing",
+        action=yes_no,
+        default=False,
+        help="activation checkpointing: less memory, a third slower",
+    )
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
-    text = "plateau: halved after 5 evaluations without a lower val/loss; cosine: to 0 in a stage"
+    text = "plateau: halve after more than 5 evaluations without a lower val/loss; cosine: decay to 0 in each stage"
     add(
         "--lr_schedule",
         "--scheduler",
@@ -193,22 +203,21 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help=text,
     )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up in each stage")
-    advanced("--weight_decay", type=real(0), default=0.01, help="of AdamW")
-    advanced("--ema_decay", type=real(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
-    advanced("--physics_weight", type=real(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
+    advanced("--weight_decay", type=real(0), default=0.01, help="weight decay of AdamW")
+    advanced("--ema_decay", type=real(0, 1), default=0.9999, help="decay of the EMA weights for evaluation; 0: no EMA")
+    advanced("--physics_weight", type=real(0), help="weight of the projection loss; default: per stage (.3, .4, .5)")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
-    add("--ddim_steps", type=whole(1), default=50, help="denoising steps of a stage; divides --num_timesteps")
-    add("--num_samples", type=whole(1), default=1, help="of each test patient; from 2 on for intervals, too")
-    add("--rival_run", metavar="DIR", help="another run on the same patients, of --regression say: a row of the table")
-    add("--predict", metavar="DIR", help="no training: the CT volumes (NIfTI, HU) of the X-rays in DIR")
+    add("--ddim_steps", type=whole(1), default=50, help="denoising steps per stage; must divide --num_timesteps")
+    add("--num_samples", type=whole(1), default=1, help="samples per test patient; 2 or more also give intervals")
+    add("--rival_run", metavar="DIR", help="add another run on the same patients to the test's table")
+    add("--predict", metavar="DIR", help="no training: write CT volumes (NIfTI, HU) for the X-rays in DIR")
 
     defaults = {"output_dir": "checkpoints_4gpu", "num_epochs": 100, "learning_rate": 1e-4, "batch_size": 8}
     add_common_arguments(parser, **defaults)
-    # the guide's other names
-    text = "the same as --num_epochs; a stage may have its own"
+    text = "synonym of --num_epochs; a stage may set its own"
     advanced("--num_epochs_per_stage", dest="num_epochs", type=whole(1), help=text)
-    text = "the same as --gradient_accumulation_steps"
+    text = "synonym of --gradient_accumulation_steps"
     advanced("--accumulation_steps", dest="gradient_accumulation_steps", type=whole(1), help=text)
     args = parser.parse(argv)
     if args.encoder_dim % 16 or args.img_size % 8 or args.num_timesteps % args.ddim_steps:
@@ -222,7 +231,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args.stage_configs = choose_stages(args.stage_configs, args, parser.given(argv), in_config)
     except (ArgumentTypeError, TypeError, ValueError) as error:
         parser.error(f"--stage_configs: {error}")
-    # of the last stage, for a tool that tries one step; each stage brings its own
+    # the last stage's values, for tools that try one step; training uses each stage's own
     args.batch_size, args.gradient_accumulation_steps, args.effective_batch_size = (
         args.stage_configs[-1][name] for name in ("batch_size", "accumulation_steps", "effective_batch_size")
     )
@@ -230,7 +239,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # before the heavy imports: --help and a mistyped flag answer at once
+    # parse before importing torch, so that --help and flag errors appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -273,40 +282,40 @@ def norm(channels: int) -> GroupNorm:
 
 
 def zeroed(layer: nn.Module) -> nn.Module:
-    """The layer with weights and bias of 0, so that a model begins without what it adds."""
+    """Zero a layer's weights and bias, so that it contributes nothing at first."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 def sinusoid(values: Tensor, dim: int) -> Tensor:
-    """(B,) in 0..1 -> (B, dim) sines and cosines (Vaswani et al. 2017, of 1000 * value)."""
+    """Sinusoidal embedding (B, dim) of 1000 * values; values: (B,) in 0..1 (Vaswani et al. 2017)."""
     frequencies = torch.exp(torch.arange(dim // 2, device=values.device) * (-math.log(10000.0) / (dim // 2)))
     angles = 1000.0 * values.float()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], 1)
 
 
 def tokens_of(grid: Tensor) -> Tensor:
-    """(B, channels, *grid) -> (B, N, channels)."""
+    """Flatten features (B, channels, *grid) to tokens (B, N, channels)."""
     return grid.flatten(2).transpose(1, 2)
 
 
 def fold(x: Tensor) -> Tensor:
-    """(B, C, X, Y, Z) -> (B, 8 C, X/2, Y/2, Z/2): the voxels of each 2^3 cell side by side (space to depth)."""
+    """Space to depth, (B, C, X, Y, Z) -> (B, 8 C, X/2, Y/2, Z/2): the voxels of each 2^3 cell become channels."""
     b, c, *size = x.shape
     cells = x.reshape(b, c, *(part for side in size for part in (side // 2, 2)))
     return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
 
 
 def unfold(x: Tensor) -> Tensor:
-    """(B, 8, X/2, Y/2, Z/2) -> (B, 1, X, Y, Z), the inverse of fold()."""
+    """Inverse of fold(), depth to space: (B, 8, X/2, Y/2, Z/2) -> (B, 1, X, Y, Z)."""
     b, _, *size = x.shape
     cells = x.reshape(b, 1, 2, 2, 2, *size).permute(0, 1, 5, 2, 6, 3, 7, 4)
     return cells.reshape(b, 1, *(2 * side for side in size))
 
 
 class XrayEncoder(nn.Module):
-    """X-rays (B, views, H, W) -> features (B, views, dim, H/8, W/8); one set of weights, an embedding for each view."""
+    """X-rays (B, views, H, W) -> features (B, views, dim, H/8, W/8); views differ only by an embedding."""
 
     def __init__(self, views: int, dim: int):
         super().__init__()
@@ -323,7 +332,7 @@ class XrayEncoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention to the X-ray tokens, MLP; each with AdaLN-Zero (Peebles & Xie 2023)."""
+    """Self-attention, cross-attention to the X-ray tokens and an MLP, each with AdaLN-Zero (Peebles & Xie 2023)."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -351,7 +360,7 @@ class Block(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """Two 3^3 convolutions with a shortcut; the condition shifts and scales between them."""
+    """Residual block of two 3^3 convolutions; the condition shifts and scales the features between them."""
 
     def __init__(self, channels: int, condition: int):
         super().__init__()
@@ -366,8 +375,11 @@ class ConvBlock(nn.Module):
 
 
 class Known(NamedTuple):
-    """What a stage knows before its network is asked. start: what it starts from, linear: what linear algebra says,
-    both (B, 1, X, Y, Z) on its grid; level (B,): of the noise in the start; measured: the X-rays, as sums of rays."""
+    """Quantities that a stage derives from the X-rays and the previous stage, without its own network.
+
+    start: volume to which the network adds the residual; linear: linear posterior; both (B, 1, X, Y, Z). level (B,):
+    standard deviation of the noise in the start. measured: the X-rays as sums along rays.
+    """
 
     start: Tensor
     linear: Tensor
@@ -376,18 +388,18 @@ class Known(NamedTuple):
 
 
 class StageNet(nn.Module):
-    """One stage: noisy residual, X-rays and what is known -> v, at full resolution.
+    """The network of one stage: predicts v at full resolution from the noisy residual, the X-rays and a `Known`.
 
-    The voxels of each 2^3 cell are channels: at full resolution nothing is computed, where memory and time would go. A
-    convolutional stem with skips surrounds the transformer: tokens alone cannot represent the noise that is predicted.
-    Each view enters twice, lifted along its rays: as an image beside the noisy volume, and as features on the tokens.
+    The voxels of each 2^3 cell become channels, because layers at full resolution would cost most of the memory and
+    time. A convolutional U-Net surrounds the transformer, because tokens alone cannot represent the predicted noise.
+    Each view enters twice, lifted along its rays: as an image beside the noisy volume and as features on the tokens.
     """
 
     def __init__(self, stage: Stage, args: Namespace):
         super().__init__()
         self.size, dim = tuple(stage.volume_size), stage.voxel_dim
         self.checkpointing = args.gradient_checkpointing
-        # channels in multiples of 8, as tensor cores want them
+        # numbers of channels, multiples of 8 in the guide's stages as tensor cores need
         widths = [min(dim, max(16, dim // 16) * 2**k) for k in range(stage.halvings)]
         pairs = list(pairwise(widths))
         self.grid = tuple(side // 2**stage.halvings for side in self.size)
@@ -399,7 +411,6 @@ class StageNet(nn.Module):
         self.time, self.noise = embeddings
         self.whole_picture = nn.Linear(dim, dim)
 
-        # down to the tokens, the transformer, and up again
         self.stem = nn.Conv3d(8 * (3 + args.num_views), widths[0], 3, 1, 1)
         self.down_blocks = nn.ModuleList(ConvBlock(width, dim) for width in widths)
         self.shrink = nn.ModuleList(nn.Conv3d(wide, deep, 2, 2) for wide, deep in pairs)
@@ -414,13 +425,12 @@ class StageNet(nn.Module):
                 module.to(memory_format=torch.channels_last_3d)
 
     def part(self, module: nn.Module, *inputs: Tensor) -> Tensor:
-        """module(*inputs), its activations kept or computed again in the backward pass."""
         if self.checkpointing and torch.is_grad_enabled():
             return recompute(module, *inputs, use_reentrant=False, preserve_rng_state=False)
         return module(*inputs)
 
     def forward(self, noisy: Tensor, time: Tensor, xrays: Tensor, known: Known) -> Tensor:
-        """noisy (B, 1, X, Y, Z); time (B,) in 0..1; xrays (B, views, H, W)."""
+        """Predict v (B, 1, X, Y, Z) in fp32. noisy: (B, 1, X, Y, Z); time: (B,) in 0..1; xrays: (B, views, H, W)."""
         views = range(xrays.shape[1])
         features = self.part(self.encoder, xrays)
         pooled = resize(features.flatten(0, 1), (self.token_grid,) * 2).to(features.dtype)
@@ -430,7 +440,6 @@ class StageNet(nn.Module):
         condition = self.time(sinusoid(time, width)) + self.noise(sinusoid(known.level, width))
         condition = condition + self.whole_picture(tokens.mean(1))
 
-        # down
         volumes = [(volume - CT_MEAN) / CT_STD for volume in (known.start, known.linear)]
         x = torch.cat([noisy, *volumes, *(lift(xrays[:, view, None], view, self.size) for view in views)], 1)
         x = self.stem(fold(x).contiguous(memory_format=torch.channels_last_3d))
@@ -439,14 +448,13 @@ class StageNet(nn.Module):
             x = self.part(block, self.shrink[k - 1](x) if k else x, condition)
             skips.append(x)
 
-        # the transformer: tokens of the volume, of the X-rays' features at their place, and of the place itself
+        # transformer input: volume tokens + X-ray features at the tokens' positions + position embedding
         lifted = sum(lift(features[:, view], view, self.grid) for view in views) / len(views)
         x = self.enter(tokens_of(x)) + self.to_tokens(tokens_of(lifted)) + self.position
         for block in self.blocks:
             x = self.part(block, x, tokens, condition)
         x = self.leave(x).transpose(1, 2).unflatten(2, self.grid)
 
-        # up, with what was skipped
         for k in reversed(range(len(self.up_blocks))):
             x = self.part(self.up_blocks[k], x + skips[k], condition)
             x = self.grow[k - 1](x) if k else x
@@ -455,25 +463,24 @@ class StageNet(nn.Module):
 
 # --- diffusion --------------------------------------------------------------------------------------------------------
 
-# of the training draws are of the last timestep
+# share of training draws at the last timestep, which trains the one-step answer
 LAST_SHARE = 0.5
-# on the volume of the stage before, which hides its mistakes: up to this in training, and in sampling
+# noise that hides errors of the previous stage's volume: maximum in training, level in sampling
 PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
-# noise levels of each validation patient
+# noise levels per validation patient
 LOSS_DRAWS = 4
-# of a torso in -1..1, roughly
+# rough mean and std of a torso CT scaled to [-1, 1]
 CT_MEAN, CT_STD = -0.75, 0.25
 
 
 def hashed_normal(shape: tuple, seeds: Tensor, stream: int | Tensor) -> Tensor:
-    """Gaussian noise (B, *shape[1:]), each part a function of its seed (B,), the stream, which may be (B,), too, and
-    the place alone.
+    """Gaussian noise (B, *shape[1:]), a function of each sample's seed, the stream (an int or (B,)) and the position.
 
-    CUDA's own generator deals its numbers out by the GPU's number of multiprocessors. This is splitmix64 (Steele et al.
-    2014) of a counter, then Box-Muller, so integers decide: the same on any device, but for a logarithm's last bit.
+    CUDA's generator depends on the GPU's number of multiprocessors. A counter hashed by splitmix64 (Steele et al. 2014)
+    and Box-Muller give the same noise on any device, except for the last bit of a logarithm.
     """
     count = math.prod(shape[1:])
-    # int64 wraps around, and `&` makes the shifts logical
+    # int64 overflow wraps around, and the masks make the right shifts logical
     start = _mix(_mix(seeds) + stream)
     k = _mix(torch.arange((count + 1) // 2, device=seeds.device) * -7046029254386353131 + start[:, None])
     radius = (-2 * (((k & 0xFFFFFF).float() + 1) / 16777217).log()).sqrt()
@@ -488,27 +495,27 @@ def _mix(k: Tensor) -> Tensor:
 
 
 class Cascade(nn.Module):
-    """The stages up to the one that learns, and the diffusion that they share.
+    """The stages up to the one being trained, and their diffusion process.
 
-    What is diffused is the residual (true volume - start) / std. The first stage starts from the linear posterior of
-    the training patients, each later one from the volume of the stage before on its finer grid; by default both are
-    made to agree with the X-rays. At the last timestep nothing is left of the residual, and the model is given zeros
-    there: its answer is then the mean of all volumes that are possible, the best by PSNR.
+    The diffused quantity is the residual (true volume - start) / std. The first stage starts from the linear posterior
+    of the training patients, each later stage from the previous stage's volume on a finer grid; by default starts are
+    corrected to agree with the X-rays. With v-parameterization, the network gets zeros at the last timestep instead of
+    almost pure noise and learns to answer with the mean of all possible volumes, which has the best PSNR.
 
-    averaged: of each stage the weights that are evaluated, a moving average of those that learn, `net` of the last.
+    net: the network being trained. averaged: every stage's network with EMA weights, used in evaluations.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
         super().__init__()
         self.args, self.device, self.precision = args, device, precision
         self.stages = [Stage(**stage) for stage in args.stage_configs]
-        # stds: of each stage's start, how far it is from the truth, root mean square
+        # stds: root mean square error of each stage's start
         self.greys, self.variance, self.stds = prior.greys, prior.variance, stds
         self.priors = [prior.on(device, stage.volume_size) for stage in self.stages]
         self.net: StageNet | None = None
         self.averaged = nn.ModuleList()
-        # cosine schedule (Nichol & Dhariwal 2021, s = .008): what residual and noise are multiplied by; on the host for
-        # sampling, where all patients are at one timestep
+        # cosine schedule (Nichol & Dhariwal 2021, s = .008); sampling reads it on the host, because all patients share
+        # a timestep there
         angles = [(t / args.num_timesteps + 0.008) / 1.008 * math.pi / 2 for t in range(args.num_timesteps)]
         self.host_signal = [math.cos(angle) / math.cos(angles[0]) for angle in angles]
         self.host_noise = [math.sqrt(1 - signal**2) for signal in self.host_signal]
@@ -518,7 +525,7 @@ class Cascade(nn.Module):
         self.last = args.num_timesteps - 1
 
     def add_stage(self) -> None:
-        """The next stage learns: random weights, the same on every rank, and the X-ray encoder of the stage before."""
+        """Add a stage with the same random weights on every rank and the previous stage's X-ray encoder."""
         k = len(self.averaged)
         torch.manual_seed((self.args.seed * 1000003 + k) % 2**63)
         self.net = StageNet(self.stages[k], self.args).to(self.device)
@@ -528,7 +535,7 @@ class Cascade(nn.Module):
 
     @torch.no_grad()
     def average(self, steps: int) -> None:
-        """Move the averaged weights towards those that learn, after so many steps of the stage."""
+        """Update the EMA weights. steps: optimizer steps of this stage so far."""
         decay = min(self.args.ema_decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_(list(self.averaged[-1].parameters()), list(self.net.parameters()), 1 - decay)
 
@@ -536,7 +543,7 @@ class Cascade(nn.Module):
         return self.net(*inputs)
 
     def know(self, k: int, batch: dict, previous: Tensor | None, level: Tensor, stream: int | Tensor) -> Known:
-        """What stage k knows. previous: volume of the stage before, to which noise of a level (B,) is added."""
+        """Compute stage k's `Known`, with noise of a level (B,) from a stream added to the previous stage's volume."""
         size = self.stages[k].volume_size
         with torch.autocast(self.device.type, enabled=False):
             linear = self.priors[k].volume(batch["xrays"], batch["extent"], batch["row"], size)
@@ -551,7 +558,7 @@ class Cascade(nn.Module):
         return Known(start, linear, level, measured)
 
     def denoise(self, k: int, net: nn.Module, noisy: Tensor, timestep: Tensor, batch: dict, known: Known) -> tuple:
-        """(v, clean volume), both (B, 1, X, Y, Z) fp32, of a noisy residual at timesteps (B,); of zeros at the last."""
+        """Return v and the clean volume, both (B, 1, X, Y, Z) fp32, for a noisy residual at timesteps (B,)."""
         if self.args.v_parameterization:
             noisy = noisy * (timestep != self.last)[:, None, None, None, None]
         with autocast(self.device, self.precision):
@@ -561,9 +568,10 @@ class Cascade(nn.Module):
 
     @torch.no_grad()
     def sample(self, batch: dict, stages: int, number: int | Tensor = 0, one_step: bool = False) -> list[Tensor]:
-        """The volumes (B, 1, X, Y, Z) of so many stages by DDIM (Song et al. 2021), a function of (patient, number).
+        """Sample the volumes (B, 1, X, Y, Z) of the first `stages` stages by DDIM (Song et al. 2021).
 
-        number: of the sample, one for all or (B,). one_step: the models' answers at the last timestep alone.
+        number: index of the sample, an int or (B,); together with the patient it determines the result. one_step:
+        return each network's answer at the last timestep.
         """
         volumes: list[Tensor] = []
         every = self.args.num_timesteps // self.args.ddim_steps
@@ -579,7 +587,7 @@ class Cascade(nn.Module):
                 now, final = torch.full_like(batch["seed"], t), t == times[-1]
                 clean = self.denoise(k, net, noisy, now, batch, known)[1].clamp(-1, 1)
                 if self.args.xray_agreement:
-                    # an estimate is the surer, the less noise is left
+                    # trust the estimate more as noise decreases, but correct the final volume fully
                     share = 1 if final else self.host_noise[t]
                     clean = agree(clean, known.measured, share * self.stds[k] ** 2, corrections=4 if final else 2)
                 if not final:
@@ -594,7 +602,7 @@ class Cascade(nn.Module):
 
 
 def projection_error(volume: Tensor, batch: dict, greys: list[Grey]) -> Tensor:
-    """(B, views): mean square difference, in grey values, between a volume's projections and the X-rays."""
+    """Mean square difference (B, views) in grey values between a volume's projections and the X-rays."""
     errors = []
     for view, grey in enumerate(greys):
         image = grey.slope * project(volume, batch["extent"], view) + grey.offset
@@ -603,16 +611,16 @@ def projection_error(volume: Tensor, batch: dict, greys: list[Grey]) -> Tensor:
 
 
 def volume_of(batch: dict) -> Tensor:
-    """(B, 1, X, Y, Z) in -1..1: the true volumes."""
+    """True volumes (B, 1, X, Y, Z) in -1..1."""
     return normalise(batch["volume"].float())[:, None]
 
 
 def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: Tensor | None = None) -> tuple:
-    """(diffusion loss, physics loss) of each patient for stage k, (B,) fp32.
+    """Diffusion loss and physics loss of each patient for stage k, both (B,) fp32.
 
-    Mean square errors of v, or of the noise, and of the projections of the clean volume that it implies; at high noise
-    levels that is a guess, so it counts by alpha_bar(t). draw (B,): in validation, numbers below LOSS_DRAWS, which
-    spread the noise levels evenly over the patients.
+    The diffusion loss is the mean square error of v, or of the noise. The physics loss is the projection error of the
+    implied clean volume, weighted by alpha_bar(t), because at high noise this volume is a guess. draw (B,): in
+    validation, the number of the noise level, from 0 to LOSS_DRAWS - 1; levels are spread evenly over the patients.
     """
     args, last = cascade.args, cascade.last
     if draw is None:
@@ -635,18 +643,18 @@ def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: 
     residual = (volume_of(batch) - known.start) / cascade.stds[k]
     v, clean = cascade.denoise(k, net, signal * residual + grain * noise, timestep, batch, known)
     if args.v_parameterization:
-        # at the last timestep no noise was shown, so none is asked for
+        # at the last timestep the network sees zeros, so it cannot predict the noise
         noise = noise * (timestep != last)[:, None, None, None, None]
     square = (v - (signal * noise - grain * residual)).square().mean((1, 2, 3, 4))
     alpha_bar = signal.flatten().square()
-    # an error of v, as one of the noise
+    # for noise prediction, convert the error of v to an error of the noise
     diffusion = square if args.v_parameterization else alpha_bar * square
     return diffusion, alpha_bar * projection_error(clean, batch, cascade.greys).mean(1)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
-# HU of the true volume
+# HU ranges of tissues in the true volume
 TISSUES = {"lung": (-950, -500), "soft": (-200, 200), "bone": (200, 3000)}
 
 
@@ -656,7 +664,7 @@ def loader_of(dataset: XrayCtDataset | Subset, size: int, args: Namespace):
 
 
 def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
-    """(the batch twice, or once at the end, number of each one's repetition): on a CPU a single patient is slow."""
+    """Repeat a batch: yield (batch, repetition number of each sample), two repetitions at a time for speed on a CPU."""
     size = len(batch["seed"])
     for numbers in torch.arange(times, device=batch["seed"].device).split(2):
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -667,7 +675,7 @@ def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
 
 
 def draw_samples(cascade: Cascade, batch: dict, args: Namespace) -> Tensor:
-    """(K, B, 1, X, Y, Z): --num_samples volumes of each patient by the last stage."""
+    """Draw K = --num_samples volumes of each patient: (K, B, 1, X, Y, Z)."""
     parts = [
         cascade.sample(part, len(cascade.averaged), number)[-1] for part, number in repeated(batch, args.num_samples)
     ]
@@ -676,7 +684,7 @@ def draw_samples(cascade: Cascade, batch: dict, args: Namespace) -> Tensor:
 
 @torch.no_grad()
 def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> dict[str, float]:
-    """val/loss and its parts of the stage that learns, at fixed noise; the same on all ranks. Raises RunError."""
+    """All ranks: return val/loss and its parts for the current stage, at fixed noise. Raises RunError if non-finite."""
     k = len(cascade.averaged) - 1
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
     for batch in run.batches(loader_of(dataset, cascade.stages[k].eval_batch, args)):
@@ -695,7 +703,7 @@ def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace
 
 @torch.no_grad()
 def start_error(cascade: Cascade, k: int, dataset: XrayCtDataset, run: Run, args: Namespace) -> float:
-    """How far what stage k starts from is from the truth, root mean square over at most 64 training patients."""
+    """All ranks: root mean square error of stage k's start over at most 64 training patients."""
     few = Subset(dataset, range(min(64, len(dataset))))
     total = torch.zeros(1, dtype=torch.float64)
     for batch in run.batches(loader_of(few, cascade.stages[k].eval_batch, args)):
@@ -708,8 +716,8 @@ def start_error(cascade: Cascade, k: int, dataset: XrayCtDataset, run: Run, args
 
 
 def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
-    """Of each patient (B,): PSNR (dB, range -1..1), SSIM, mean absolute error in HU, of all and by tissue, and the root
-    mean square of the projections' difference to the X-rays in line integrals."""
+    """Metrics of each patient, (B,) each: PSNR (dB), SSIM, mean absolute error in HU (overall and by tissue), and root
+    mean square error of the projections in line integrals."""
     from monai.metrics import PSNRMetric, SSIMMetric
 
     true, odd = volume_of(batch), min(side - 1 + side % 2 for side in volume.shape[2:])
@@ -719,7 +727,7 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
     found["mae_hu"] = hu.mean((1, 2, 3, 4))
     for name, (low, high) in TISSUES.items():
         inside = (batch["volume"][:, None] >= low) & (batch["volume"][:, None] < high)
-        # NaN where a patient has none of it
+        # NaN if the patient has no such tissue
         found[f"{name}_hu"] = (hu * inside).sum((1, 2, 3, 4)) / inside.sum((1, 2, 3, 4))
     for name, error, grey in zip(VIEWS, projection_error(volume, batch, greys).T, greys, strict=False):
         found[f"rays_{name}"] = error.sqrt() / abs(grey.slope)
@@ -727,16 +735,19 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
 
 
 def spread(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """(error over spread, its voxels of the body), each (B, 1, X, Y, Z): how many standard deviations of samples
-    (K, B, 1, X, Y, Z) the true value lies from their mean, both of which are themselves uncertain."""
+    """Error of the samples' mean in standard deviations, and a mask of the body, both (B, 1, X, Y, Z).
+
+    samples: (K, B, 1, X, Y, Z). The factor sqrt(1 + 1/K) accounts for the uncertainty of their mean.
+    """
     deviation = math.sqrt(1 + 1 / len(samples)) * samples.std(0)
     return (samples.mean(0) - true).abs() / deviation.clamp(min=1e-6), true > normalise(torch.tensor(-900.0))
 
 
 @torch.no_grad()
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> float:
-    """By how many standard deviations 90 % of the validation patients' voxels lie from the mean of --num_samples."""
-    # counted in hundredths, so that the sum over ranks is exact
+    """All ranks: half width, in standard deviations, of the interval around the samples' mean that holds 90 % of the
+    validation patients' body voxels."""
+    # histogram with bins of 0.01, because integer counts sum exactly over the ranks
     counts, size = torch.zeros(10_000, dtype=torch.int64), cascade.stages[len(cascade.averaged) - 1].eval_batch
     for batch in run.batches(loader_of(dataset, size, args)):
         ratio, body = spread(draw_samples(cascade, batch, args), volume_of(batch))
@@ -751,10 +762,9 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Na
 def reconstruct(
     cascade: Cascade, batch: dict, data: Data, known: Tensor, args: Namespace
 ) -> tuple[dict, Tensor | None]:
-    """({row of the table: volumes (B, 1, X, Y, Z)}, samples (K, B, 1, X, Y, Z)): the cascade's answers, then rivals.
+    """Reconstruct a batch by the cascade and by baselines that need no trained network. known: Data.known_rays().
 
-    known: the X-rays of the training patients, see Data.known_rays. Rivals need no training of a network: the mean of
-    the training patients, the back-projection, the linear posterior and the patient whose X-rays are most alike.
+    Returns {row of the table: volumes (B, 1, X, Y, Z)} and the samples (K, B, 1, X, Y, Z), if any.
     """
     stages = len(cascade.averaged)
     size, prior, samples = cascade.stages[stages - 1].volume_size, cascade.priors[stages - 1], None
@@ -781,14 +791,14 @@ def reconstruct(
     for name, volume in rivals.items():
         rows[name] = volume
         if name != "nearest patient":
-            # as what is measured, and what patients vary by, allow
+            # weigh the volume against the X-rays by the variance between patients and the X-rays' noise
             rows[f"{name}, consistent"] = agree(volume, measured, cascade.variance, corrections=30)
     return rows, samples
 
 
 @torch.no_grad()
 def test(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, float]:
-    """All ranks: the test patients through all stages, with the table, its rivals and the figure; {metric: mean}."""
+    """All ranks: evaluate the test patients, print the table and draw the figure. Returns {metric: mean}."""
     size = cascade.stages[len(cascade.averaged) - 1]
     dataset = XrayCtDataset(data, "test", size.volume_size)
     metrics, tables, example, error = {}, {}, None, None
@@ -802,7 +812,7 @@ def test(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, f
         try:
             rows, samples = reconstruct(cascade, batch, data, known, args)
         except InputError as reason:
-            # the others wait at the end of the loop
+            # raise the error after the loop, where the other ranks wait
             error = error or reason
             continue
         found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
@@ -820,7 +830,7 @@ def test(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, f
     with du.agree_on_errors():
         if error:
             raise error
-    # a rank may have had no patient; which rows there are is the same on all that had
+    # a rank without patients has no rows; all other ranks have the same rows
     keys = max(du.gather_objects(list(tables)), key=len)
     empty = torch.zeros(len(dataset), dtype=torch.float64)
     table = du.reduce_sum(torch.stack([tables.get(key, empty) for key in keys])).numpy()
@@ -834,10 +844,10 @@ def test(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, f
 
 @torch.no_grad()
 def predict(cascade: Cascade, data: Data, run: Run, extent: list[float], args: Namespace) -> None:
-    """All ranks: the CT of each patient's X-rays as NIfTI in HU, in predictions/ of the run folder.
+    """All ranks: write each patient's CT as NIfTI in HU to predictions/ in the run folder.
 
-    <id>.nii.gz is the one-step answer, <id>_sample.nii.gz a sample; of several there is their standard deviation, too.
-    extent: mm of the field of view, the mean of the training patients, as X-rays do not say.
+    <id>.nii.gz is the one-step answer, <id>_sample.nii.gz a sample, <id>_std.nii.gz the samples' standard deviation.
+    extent: the training patients' mean field of view in mm, because X-rays do not show it.
     """
     out, stages = run.folder / "predictions", len(cascade.averaged)
     checkpoint.make_folder(out)
@@ -867,12 +877,11 @@ def predict(cascade: Cascade, data: Data, run: Run, extent: list[float], args: N
 
 
 def make_optimizer(cascade: Cascade, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW over the stage that learns."""
     return torch.optim.AdamW(cascade.net.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> Cascade:
-    """The last stage ready to be trained after those before it, all with random weights and an empty prior."""
+    """Build all stages, the last one ready for training, with random weights and a placeholder prior."""
     grid = [min(PRIOR_SIDE, side) for side in args.stage_configs[-1]["volume_size"]]
     rays = sum((grid[0], grid[1])[: args.num_views]) * grid[2]
     shapes = {"mean": (1, 1, *grid), "basis": (64, *grid), "centre": (rays,), "gain": (64, rays)}
@@ -886,7 +895,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> Cascad
 
 
 def largest_batch(cascade: Cascade, size: int) -> dict:
-    """Made-up patients of one micro-batch."""
+    """Synthetic micro-batch of the last stage."""
     args, row = cascade.args, torch.zeros(size, dtype=torch.long)
     xrays = torch.linspace(-1, 1, args.img_size).expand(size, args.num_views, args.img_size, -1)
     volume = torch.zeros(size, *cascade.net.size, dtype=torch.int16)
@@ -895,14 +904,14 @@ def largest_batch(cascade: Cascade, size: int) -> dict:
 
 
 def trial_step(cascade: Cascade, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch, the stages before included; the gradients stay in the model."""
+    """Forward and backward pass of one micro-batch, including the earlier stages."""
     k = len(cascade.averaged) - 1
     losses = patient_losses(cascade, k, cascade.net, du.to_device(batch, cascade.device))
     sum(losses).mean().backward()
 
 
 class Plateau:
-    """The learning rate's factor: halved after 5 evaluations in a row that were not better (guide 3's scheduler)."""
+    """Learning rate factor, halved after more than 5 evaluations in a row without improvement (guide 3's scheduler)."""
 
     def __init__(self, saved: dict | None = None):
         self.state = saved or {"factor": 1.0, "best": math.inf, "waiting": 0}
@@ -918,7 +927,7 @@ class Plateau:
 def begin_stage(
     cascade: Cascade, data: Data, run: Run, precision: str, args: Namespace
 ) -> tuple[Engine, BatchPlan, DataLoader]:
-    """All ranks: the next stage's network with its engine, batch and the loader of its training patients."""
+    """All ranks: add the next stage and set up its training."""
     cascade.add_stage()
     stage = cascade.stages[len(cascade.averaged) - 1]
 
@@ -931,14 +940,13 @@ def begin_stage(
     loader = du.create_distributed_dataloader(
         dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
-    # the averaged weights, which no gradient reaches, belong in checkpoints
+    # nothing is frozen: checkpoints must include the EMA weights, which require no gradients
     options = {"saved": run.checkpoint, "frozen": set()}
     engine = make_engine(cascade, make_optimizer(cascade, args), precision, args, cascade.device, **options)
     return engine, batch, loader
 
 
 def describe(cascade: Cascade, prior: Prior, steps: list[int], described: str, args: Namespace) -> dict:
-    """The banner's lines. steps: optimizer steps of each stage."""
     prediction = "regression" if args.regression else "v" if args.v_parameterization else "noise"
     return {
         "precision": described,
@@ -953,11 +961,10 @@ def describe(cascade: Cascade, prior: Prior, steps: list[int], described: str, a
 
 
 def train(run: Run, args: Namespace, precision: str, described: str) -> int:
-    """Train the stages one after another, then test; returns the exit code of a stop signal, else 0.
+    """Train the stages one after another, then test. Returns the exit code of a stop signal, or 0.
 
-    Steps and epochs count over all stages, so that the epoch says which stage it is. `best` is the stage's own.
+    Steps and epochs count across stages, so the epoch identifies the stage. Each stage has its own best score.
     """
-    # data, and the model of the stages so far
     saved = run.checkpoint or {"stage": 0, "plateau": None}
     first, last_epochs = saved["stage"], [*accumulate(stage["num_epochs"] for stage in args.stage_configs)]
     if run.position.epoch > last_epochs[first]:
@@ -966,7 +973,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     if args.rival_run:
         with du.agree_on_errors():
             report.read_rival(Path(args.rival_run), data.digest, {})
-    # learned again on resume, as a checkpoint holds nothing of single patients
+    # the prior is recomputed on resume, because checkpoints contain no data of single patients
     prior = data.learn_prior()
     cascade = Cascade(args, run.ranks.device, precision, prior, saved.get("stds", [math.sqrt(prior.error)]))
     stages, plateau = cascade.stages, Plateau(saved["plateau"])
@@ -974,7 +981,6 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     for _ in range(first):
         cascade.add_stage()
 
-    # the plan
     count = len(data.split["train"])
     steps = [stage.num_epochs * math.ceil(count / stage.effective_batch_size) for stage in stages]
     begins = [0, *accumulate(steps)]
@@ -984,7 +990,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     plan = Plan(batch, begins[-1], losses, invariants, describe(cascade, prior, steps, described, args))
 
     def state() -> dict:
-        """What each checkpoint holds beside the weights and the optimizer; `k` is the stage being trained."""
+        """The script's entries of a checkpoint; `k` is the stage being trained."""
         return {
             "prior": prior.state(), "stds": cascade.stds, "stage": k, "stages": args.stage_configs,
             "plateau": plateau.state, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],
@@ -1017,7 +1023,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
                 if training.stopped:
                     return training.save_and_stop()
                 metrics = evaluate(cascade, val, run, args)
-                # an evaluation that --max_steps alone brings does not count
+                # an evaluation caused only by --max_steps must not count: the uninterrupted run lacks it
                 if training.epoch_over or training.evaluation_due:
                     plateau.note(metrics["val/loss"])
                 training.record(metrics, headline="val/loss", lower=True)
@@ -1026,24 +1032,25 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
             if training.is_over():
                 break
         results = test(cascade, data, run, args)
-        # the weights that are used, without those that learned
+        # export only the EMA weights
         cascade.net = None
         training.finish(results)
     return 0
 
 
 def best_names(stage: Stage) -> tuple[str, ...]:
-    """The files of a stage's best checkpoint: the guide's, and the run's."""
+    """File names of a stage's best checkpoint: the guide's name and this project's."""
     return f"{stage.name}_best.pt", "best.pt"
 
 
 def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[dict]:
-    """The stages of a new run, or as a checkpoint has them; epochs and loss weights of those to come are the flags'.
+    """Return the stages of a new run, or those of the checkpoint.
 
-    Raises InputError for flags that do not go with what the checkpoint prescribes.
+    Unfinished stages take their epochs and loss weights from the flags. Raises InputError if other flags contradict the
+    checkpoint.
     """
     if saved is None:
-        # a step's patients belong to the run, a GPU's share of them to the machine
+        # the global batch size is fixed for the run, also when it resumes on another number of GPUs
         own = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in args.stage_configs]
         return [
             stage | {"effective_batch_size": stage["effective_batch_size"] or size}
@@ -1070,10 +1077,10 @@ def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[
 
 
 def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
-    """--eval_only and --predict: the cascade up to the stage that the checkpoint was in."""
+    """--eval_only and --predict: test or predict with the checkpoint's stages."""
     saved = run.checkpoint
     if args.predict:
-        # as the training's X-rays lay, unless a flag says how these lie
+        # without a flag, assume that the X-rays are stored like those used in training
         flips = {name: value for name, value in zip(FLIPS, saved["flips"], strict=True) if getattr(args, name) is None}
         args = with_flags(args, **flips)
     cascade = Cascade(args, run.ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])
@@ -1093,9 +1100,8 @@ def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, or --make_drrs, --eval_only or --predict; returns the exit code."""
     if args.make_drrs:
-        du.print_main(f"{make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
+        du.print_main(f"{make_drrs(Path(args.make_drrs))} X-rays rendered below {args.make_drrs}")
         return 0
     for stage in args.stage_configs:
         check_accelerate(stage["accumulation_steps"])
@@ -1104,7 +1110,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         upright, mirrored = args.flip_drrs_vertical is not False, args.flip_drrs_horizontal or "none"
         args = with_flags(args, flip_drrs_vertical=upright, flip_drrs_horizontal=mirrored)
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # the checkpoint prescribes the model and the stages
     args = with_flags(run.args, stage_configs=stages_of_run(run.args, run.checkpoint, ranks.world_size))
     if args.eval_only or args.predict:
         use_checkpoint(run, args, precision)

@@ -1,7 +1,7 @@
-"""The patients of guide 3: which files are whose and what they hold, the split, decoded files on disk, the data set.
+"""Patients of guide 3: their files, checks of the contents, the split, the cache of decoded files, the data set.
 
-A folder holds one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal) and
-<id>_lat_drr.png (or _lat, _lateral; DICOM, .npy, ...); the files may also lie side by side. The CT may be a folder of
+A data folder has one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal)
+and <id>_lat_drr.png (or _lat, _lateral; DICOM, .npy, ...). The sub-folders are optional. A CT may also be a folder of
 DICOM slices.
 """
 
@@ -44,21 +44,21 @@ CT_FILE = re.compile(r"(?P<id>.+)\.(nii|nii\.gz|npy)$", re.IGNORECASE)
 XRAY_ENDINGS = "|".join(map(re.escape, (*IMAGE_ENDINGS, ".npy")))
 XRAY_FILE = re.compile(rf"(?P<id>.+)_(?P<view>pa|frontal|lat|lateral)(_drr)?({XRAY_ENDINGS})$", re.IGNORECASE)
 VIEW_OF = {"pa": 0, "frontal": 0, "lat": 1, "lateral": 1}
-# side of the images that the alignment check compares; and what X-ray and projection correlate by at least, the mean
-# patient taken away
+# alignment check: image side in pixels, and lowest accepted correlation of X-ray and projection after subtracting the
+# mean patient
 CHECK, ALIKE = 32, 0.5
-# patients that the linear posterior knows at most, and the side of its grid
+# linear posterior: maximum number of training patients, side of the grid
 KNOWN, PRIOR_SIDE = 256, 64
 
 
 class Flips(NamedTuple):
-    """How X-rays are stored: with the feet at the top, and which views are mirrored."""
+    """How X-rays are stored: whether the feet are at the top, and which views are mirrored."""
 
     feet_up: bool
     mirrored: tuple[bool, ...]
 
     def flags_to(self, seen: "Flips") -> list[str]:
-        """The flags that correct these, if images read with them turn out to be flipped by `seen` still."""
+        """Return the flags to change if images read with these flips still look flipped by `seen`."""
         flags = []
         if seen.feet_up:
             flags.append("--flip_drrs_vertical" if self.feet_up else "--no-flip_drrs_vertical")
@@ -70,18 +70,16 @@ class Flips(NamedTuple):
 
 
 class Patient(NamedTuple):
-    """Where one patient's files are; ct: None where none is needed."""
-
     id: str
     ct: Path | None
     xrays: tuple[Path, ...]
 
 
-# --- which files there are --------------------------------------------------------------------------------------------
+# --- finding files ----------------------------------------------------------------------------------------------------
 
 
 def list_files(root: Path) -> dict[str, dict]:
-    """{id: {"ct": Path, 0: frontal, 1: lateral}} of a data folder. Raises InputError for two files of a kind."""
+    """Find a data folder's files: {id: {"ct": Path, 0: frontal, 1: lateral}}. Raises InputError for duplicates."""
     if not root.is_dir():
         raise InputError(
             f"{root}: no such folder; give --dataset_path. None? `make demo TASK=cascade` makes some up and trains; "
@@ -101,7 +99,7 @@ def list_files(root: Path) -> dict[str, dict]:
             kind, path = "ct", path.parent
         else:
             continue
-        # a sub-folder is one patient, whatever its files are called
+        # a sub-folder is one patient, whatever the names of its files
         name = match["id"] if match and path.parent == root else path.relative_to(root).parts[0]
         files = found.setdefault(name, {})
         if files.setdefault(kind, path) != path:
@@ -111,7 +109,7 @@ def list_files(root: Path) -> dict[str, dict]:
 
 
 def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
-    """Every patient of a data folder with all files that are needed. Raises InputError naming all that is missing."""
+    """List a data folder's patients. Raises InputError that names all missing files."""
     patients, problems = [], []
     for name, files in list_files(root).items():
         if need_ct and "ct" not in files:
@@ -128,7 +126,7 @@ def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Pati
 
 
 def split_patients(patients: list[Patient], seed: int, files: list[str] | None) -> dict[str, list[int]]:
-    """{"train", "val", "test": places in `patients`}: 80/10/10, or text files of ids: TRAIN VAL TEST, or TRAIN TEST."""
+    """Split the indices of patients into "train", "val" and "test", by lists of ids in `files` or else 80/10/10."""
     places = {patient.id: place for place, patient in enumerate(patients)}
     parts = [list(range(len(patients)))]
     if files:
@@ -157,11 +155,11 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
     return split
 
 
-# --- what a file holds ------------------------------------------------------------------------------------------------
+# --- reading files ----------------------------------------------------------------------------------------------------
 
 
 def read_ct(path: Path) -> Volume:
-    """The CT in RAS+ order. Raises InputError, also for one that is not in HU. A .npy has voxels of 1 mm."""
+    """Read a CT in RAS+ order; a .npy file has 1 mm voxels. Raises InputError, also if the values are not HU."""
     try:
         volume = Volume(np.load(path).astype(np.float32), np.eye(4), "RAS") if path.suffix == ".npy" else None
     except (OSError, ValueError) as error:
@@ -176,10 +174,10 @@ def read_ct(path: Path) -> Volume:
 
 
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
-    """(size, size) float32 in -1..1 as one looks at the patient. Raises InputError.
+    """Read an X-ray as (size, size) float32 in -1..1, upright and not mirrored. Raises InputError.
 
-    Floats lie within 0..1 or -1..1. Other numbers are divided by what 8, 10, 12, 14 or 16 bits hold, not by the image's
-    own range, so that the grey of a line integral is the same in all patients.
+    Floats must be in 0..1 or -1..1. Other values are divided by the maximum of 8, 10, 12, 14 or 16 bits, not by the
+    image's own range, so that a line integral has the same grey value in all patients.
     """
     try:
         if path.suffix == ".npy":
@@ -202,13 +200,13 @@ def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tenso
 
 
 def make_drrs(root: Path) -> int:
-    """All ranks: render the missing X-rays of every CT below root; returns how many. Raises InputError."""
+    """All ranks: render the missing X-rays of every CT below root and return their number. Raises InputError."""
     from PIL import Image
 
     rank, world_size = du.world()
     jobs = []
     with du.agree_on_errors():
-        # another rank might find images that are being written
+        # only rank 0 looks for missing images, because the other ranks could find unfinished ones
         for name, files in list_files(root).items() if rank == 0 else ():
             jobs += [(name, files["ct"], view) for view in (0, 1) if "ct" in files and view not in files]
     jobs = du.broadcast_object(jobs)
@@ -227,16 +225,15 @@ def make_drrs(root: Path) -> int:
 
 
 class Data:
-    """The patients of a run: split, decoded files, greys of the views, mean field of view of the training patients."""
+    """The patients of a run: split, decoded files, grey values of the views, training patients' mean field of view."""
 
     def __init__(self, args: Namespace, sizes: list[list[int]]):
-        """All ranks: find, read, check and keep all patients' files. sizes: the grids needed. Raises InputError."""
+        """All ranks: find, check and cache all patients' files. sizes: the stages' grids. Raises InputError."""
         self.args = args
         mirrored = tuple(args.flip_drrs_horizontal in (view, "both") for view in VIEWS)
         self.flips = Flips(args.flip_drrs_vertical is False, mirrored)
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
         self.sizes = [tuple(size) for size in (*sizes, self.prior_size)]
-        # see kept()
         self.places: dict[tuple, Path] = {}
         if args.predict:
             return
@@ -255,9 +252,9 @@ class Data:
         self.extent = extents[train].mean(0).tolist()
 
     def survey(self) -> tuple[np.ndarray, ...]:
-        """All ranks: (line integrals, images (patients, views, CHECK, CHECK), extents (patients, 3), summaries).
+        """All ranks: read every patient. Raises InputError that lists all unusable files.
 
-        Raises InputError for all files that cannot be used.
+        Returns line integrals and images, both (patients, views, CHECK, CHECK), extents (patients, 3) and summaries.
         """
         rank, world_size = du.world()
 
@@ -283,9 +280,9 @@ class Data:
         return tuple(map(np.stack, zip(*rows, strict=True)))
 
     def check_alignment(self, rays: np.ndarray, images: np.ndarray) -> None:
-        """Raises InputError where X-rays do not look like their CT's projection, and names the flags that help.
+        """Raise InputError if X-rays do not match their CT's projection; for flipped X-rays it names the flags to set.
 
-        A view's mirror image is as good where bodies are symmetric; what is no better than as it lies stays as it is.
+        The mirror image of a symmetric body matches equally well, so a flip must improve the correlation clearly.
         """
         views = range(self.args.num_views)
 
@@ -307,7 +304,7 @@ class Data:
             found = ", ".join(f"{VIEWS[view]} {now[view]:.2f} -> {scores[view]:.2f}" for view in views)
             raise InputError(f"--dataset_path: X-rays lie otherwise than CTs (r {found}); give {' '.join(flags)}")
         for view in views:
-            # bodies are alike: what is the patient's own is what differs from the mean
+            # all bodies look similar, so only the difference from the mean identifies a patient
             own = [part - part.mean(0) for part in (rays[:, view], images[:, view])]
             sign = np.sign(np.corrcoef(rays[:, view].ravel(), images[:, view].ravel())[0, 1])
             r = sign * (own[0] * own[1]).sum((1, 2)) / np.sqrt((own[0] ** 2).sum((1, 2)) * (own[1] ** 2).sum((1, 2)))
@@ -318,7 +315,7 @@ class Data:
                 raise InputError(f"--dataset_path: {reason}; put the right ones there, or --skip_alignment_check")
 
     def known_rays(self, greys: list[Grey]) -> Tensor:
-        """(N, P): what the X-rays of the training patients say that the linear posterior knows, see rays_of."""
+        """rays_of() the X-rays of the training patients in the linear posterior: (N, P)."""
         known = [self.patients[place] for place in self.split["train"][:KNOWN]]
         extents = torch.from_numpy(np.stack([self.volume(patient, None)[1] for patient in known]))
         return torch.cat([
@@ -327,11 +324,11 @@ class Data:
         ])  # fmt: skip
 
     def learn_prior(self) -> Prior:
-        """All ranks: the linear posterior of the training patients; rank 0's, the same everywhere and at each start."""
+        """All ranks: fit the linear posterior to the training patients, identically on all ranks and at each start."""
         prior, threads = None, torch.get_num_threads()
         with du.agree_on_errors():
             if du.world()[0] == 0:
-                # its bits would depend on their number
+                # one thread, because the last bits of the result depend on the number of threads
                 torch.set_num_threads(1)
                 known = [self.patients[place] for place in self.split["train"][:KNOWN]]
                 volumes = np.stack([self.volume(patient, self.prior_size)[0] for patient in known])
@@ -341,10 +338,10 @@ class Data:
                 torch.set_num_threads(threads)
         return du.broadcast_object(prior)
 
-    # --- decoded files, kept on disk ----------------------------------------------------------------------------------
+    # --- cache of decoded files ---------------------------------------------------------------------------------------
 
     def kept(self, path: Path, content) -> Path:
-        """Where what is made of a file lies; another place once the file changes, which is looked at once a run."""
+        """Path of the cached `content` of a file. A changed file gets a new path; changes are detected once per run."""
         if (path, content) not in self.places:
             files = files_of(path) if path.is_dir() else [path]
             name = hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32]
@@ -352,10 +349,10 @@ class Data:
         return self.places[path, content]
 
     def volume(self, patient: Patient, size: list[int] | None) -> tuple[np.ndarray | None, ...]:
-        """(int16 HU on one of the run's grids, or None; mm of the field of view (3,); line integrals (views, CHECK^2);
-        Volume.summary()).
+        """Return a patient's volume, extent, line integrals and Volume.summary(). Raises InputError.
 
-        A CT is decoded once for all grids. Raises InputError.
+        volume: int16 HU on a grid of this size, or None if size is None. extent: (3,) mm of the field of view. line
+        integrals: (views, CHECK, CHECK). The CT is decoded once for all of the run's grids.
         """
         paths = {other: self.kept(patient.ct, other) for other in self.sizes}
         facts = self.kept(patient.ct, ("facts", self.args.num_views))
@@ -372,7 +369,7 @@ class Data:
         return load_kept(paths[tuple(size)]) if size else None, extent, rays.reshape(-1, CHECK, CHECK), summary
 
     def xrays(self, patient: Patient) -> Tensor:
-        """(views, img_size, img_size) float32 in -1..1, kept in 16 bits. Raises InputError."""
+        """X-rays (views, img_size, img_size) float32 in -1..1, cached in 16 bits. Raises InputError."""
         images, side = [], self.args.img_size
         for view, path in enumerate(patient.xrays):
             turn = (self.flips.feet_up, self.flips.mirrored[view])
@@ -384,7 +381,7 @@ class Data:
 
 
 def load_kept(path: Path) -> np.ndarray:
-    """What keep() wrote. Raises InputError for a damaged file, which is deleted and made anew at the next start."""
+    """Load an array that keep() wrote. A damaged file raises InputError and is deleted; the next start recreates it."""
     try:
         return np.load(path)
     except (OSError, ValueError, EOFError):
@@ -393,7 +390,7 @@ def load_kept(path: Path) -> np.ndarray:
 
 
 def keep(path: Path, values: np.ndarray) -> None:
-    """Write an array so that a torn file cannot come to be. Raises InputError where there is no room."""
+    """Write an array atomically. Raises InputError if that fails, for example because the disk is full."""
     temporary = path.with_suffix(f".{os.getpid()}.{du.world()[0]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -406,7 +403,7 @@ def keep(path: Path, values: np.ndarray) -> None:
 
 
 def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
-    """How a view's grey values follow from line integrals, over all training patients, by least squares."""
+    """Fit a view's grey values to the line integrals of all training patients by least squares."""
     x, y = integrals.ravel().astype(np.float64), images.ravel().astype(np.float64)
     slope = ((x - x.mean()) * (y - y.mean())).mean() / x.var()
     offset = y.mean() - slope * x.mean()
@@ -416,14 +413,15 @@ def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
 
 
 class XrayCtDataset(Dataset):
-    """A split on a stage's grid; of training (an Index with an epoch) augmented, and all that is drawn for the patient.
+    """A split on a stage's grid, augmented in training, with the random draws for each sample.
 
-    A sample: volume (X, Y, Z) int16 HU, extent (3,) mm, xrays (views, H, W) true projections, `seen` what the model is
-    shown of them, index; row: place among the patients that the prior knows, else -1; seed and draws (3,) in 0..1, a
-    function of (seed, epoch, patient); other: the next patient's X-rays, in a test; error: "" or why it is unusable.
+    A sample: volume (X, Y, Z) int16 HU; extent (3,) mm; xrays (views, H, W), projections of the volume; seen, the
+    X-rays shown to the network; index; row, the patient's index in the linear posterior or -1; seed and draws (3,) in
+    0..1, functions of (seed, epoch, patient); other, the next patient's X-rays (test set only); error, "" or the reason
+    why the sample is unusable.
 
-    The augmentation moves a patient up or down by up to 5 %: the rows of parallel views run along z, so they stay true
-    projections. What the model sees varies as exposures do. A flip would make the lateral view wrong.
+    The augmentation shifts a patient up or down by up to 5 %. Both views' image rows follow z, so the shifted X-rays
+    remain true projections. `seen` also varies in exposure and noise. A flip would make the lateral view wrong.
     """
 
     def __init__(self, data: Data, split: str, size: list[int]):
@@ -435,7 +433,6 @@ class XrayCtDataset(Dataset):
         return len(self.places)
 
     def read(self, index: int) -> tuple:
-        """(volume, extent, xrays) as they are kept."""
         if index in self.memory:
             return self.memory[index]
         patient = self.data.patients[self.places[index]]
@@ -451,7 +448,7 @@ class XrayCtDataset(Dataset):
             volume, extent, xrays = self.read(number)
             other = self.read((number + 1) % len(self))[2] if self.split == "test" else torch.zeros(0)
         except (InputError, OSError, ValueError) as reason:
-            # zeros and the reason, so that all ranks end together
+            # return zeros and the reason, so that all ranks stop together
             error = f"{self.data.patients[self.places[number]].id}: {reason}"
             xrays = torch.zeros(args.num_views, args.img_size, args.img_size)
             other = xrays if self.split == "test" else torch.zeros(0)
@@ -474,7 +471,7 @@ class XrayCtDataset(Dataset):
 
 
 def move(x: Tensor, steps: float, axis: int) -> Tensor:
-    """x moved by so many places along an axis, linearly between two; the edges repeat."""
+    """Shift x along an axis by a number of steps, with linear interpolation and repeated edges."""
     last = x.shape[axis] - 1
     place = (torch.arange(last + 1) - steps).clamp(0, last)
     low = place.floor().long()

@@ -1,14 +1,14 @@
-"""Geometry of guide 3, and what needs no network: projections, agreement with X-rays, the linear posterior.
+"""Guide 3 without a network: projections, correction of volumes to agree with X-rays, the linear posterior.
 
-Axes. A volume is (..., X, Y, Z) in RAS+ order: x runs to the patient's right, y to the front, z to the head. It holds
-HU clipped to -1000..3000 and scaled to -1..1, on a grid that spans the CT's field of view, whatever its voxel size.
+Axes: a volume is (..., X, Y, Z) in RAS+ order: x to the patient's right, y to the front, z to the head. It holds HU
+clipped to -1000..3000 and scaled to -1..1, on a grid that spans the CT's field of view at any voxel size.
 
-Views. "pa" (frontal) rays run along y, "lat" (lateral) rays along x, all parallel, from edge to edge. An image is (...,
-rows, columns) as one looks at it: the head is up; the frontal one begins at the patient's right, the lateral one at the
-front. A plane is the same in the order of the volume's axes, (..., X or Y, Z).
+Views: parallel rays run from edge to edge, for "pa" (frontal) along y, for "lat" (lateral) along x. An image is (...,
+rows, columns) with the head at the top; its left edge is the patient's right (frontal) or front (lateral). A plane is
+an image in the order of the volume's axes, (..., X or Y, Z).
 
-Values. A ray's line integral is the sum of mu * length, mu = MU_WATER * (1 + HU / 1000) per mm; it is linear in the
-volume. A DRR file is the line integral in grey values, 0..P_MAX -> 0..255, so bone is white.
+Values: a line integral is the sum of mu * length along a ray, mu = MU_WATER * (1 + HU / 1000) per mm, so it is linear
+in the volume. A DRR file stores line integrals 0..P_MAX as grey values 0..255, so bone is white.
 """
 
 import functools
@@ -19,22 +19,21 @@ import torch
 from torch import Tensor
 
 HU_MIN, HU_MAX = -1000.0, 3000.0
-# HU of one unit of a volume in -1..1
 HU_PER_UNIT = (HU_MAX - HU_MIN) / 2
-# per mm, at about 70 keV
+# attenuation of water per mm, at about 70 keV
 MU_WATER = 0.0193
 MU_PER_UNIT = MU_WATER * HU_PER_UNIT / 1000
-# the line integral of a white pixel: 520 mm of water
+# line integral of a white pixel, equal to 520 mm of water
 P_MAX = 10.0
 VIEWS = ("pa", "lat")
-# of (B, C, X, Y, Z), the axis that each view's rays run along
+# axis of (B, C, X, Y, Z) along which each view's rays run
 RAYS = (3, 2)
-# of a line integral, as fp32 rounds sums
+# lower bound of a line integral's noise, set by fp32 rounding
 LEAST_NOISE = 1e-4
 
 
 def normalise(hu: Tensor) -> Tensor:
-    """HU -> -1..1, clipped."""
+    """Clip HU and scale to -1..1."""
     return (hu.clamp(HU_MIN, HU_MAX) - HU_MIN) / HU_PER_UNIT - 1
 
 
@@ -52,7 +51,7 @@ def as_plane(image: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def axis_weights(before: int, after: int, device: str) -> Tensor:
-    """(after, before) matrix that resamples one axis: exact averages where it shrinks, linear where it grows."""
+    """Matrix (after, before) that shrinks an axis by exact averages or enlarges it by linear interpolation."""
     old = torch.arange(before, dtype=torch.float64)
     if after <= before:
         edges = torch.arange(after + 1, dtype=torch.float64) * before / after
@@ -63,7 +62,7 @@ def axis_weights(before: int, after: int, device: str) -> Tensor:
 
 
 def resize(x: Tensor, size: tuple | list) -> Tensor:
-    """The last axes of x at another size, fp32: the projection of a coarser volume is the coarser projection."""
+    """Resample the last axes of x to this size, in fp32. Shrinking commutes with projection."""
     with torch.autocast(x.device.type, enabled=False):
         x = x.float()
         for axis, after in enumerate(size, start=-len(size)):
@@ -73,21 +72,21 @@ def resize(x: Tensor, size: tuple | list) -> Tensor:
 
 
 def lift(image: Tensor, view: int, size: tuple | list) -> Tensor:
-    """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the image repeated along the view's rays."""
+    """Repeat an image along its view's rays: (B, C, rows, columns) -> (B, C, X, Y, Z)."""
     axis = RAYS[view]
     plane = as_plane(resize(image, (size[2], size[3 - axis])))
     return plane.unsqueeze(axis).expand(*image.shape[:2], *size)
 
 
 def project(volume: Tensor, extent: Tensor, view: int) -> Tensor:
-    """Line integrals (B, C, rows, columns) of volumes (B, C, X, Y, Z) in -1..1; extent: (B, 3) mm; differentiable."""
+    """Line integrals (B, C, rows, columns) of volumes (B, C, X, Y, Z) in -1..1, differentiable. extent: (B, 3) mm."""
     axis = RAYS[view]
     length = extent[:, axis - 2, None, None, None] * MU_PER_UNIT
     return as_image((volume.mean(axis) + 1) * length)
 
 
 def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int, longest: int = 512) -> np.ndarray:
-    """uint8 image of a CT (X, Y, Z), square pixels, `longest` of them on its longer side."""
+    """Render a CT (X, Y, Z) as a uint8 image with square pixels, `longest` of them along the longer side."""
     mm = np.array(hu.shape) * spacing
     volume = normalise(torch.from_numpy(np.ascontiguousarray(hu, dtype=np.float32)))[None, None]
     integral = project(volume, torch.from_numpy(mm).float()[None], view)
@@ -97,11 +96,11 @@ def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int, longest: int = 51
     return grey[0, 0].round().to(torch.uint8).numpy()
 
 
-# --- what X-rays say of a volume --------------------------------------------------------------------------------------
+# --- agreement with X-rays --------------------------------------------------------------------------------------------
 
 
 class Grey(NamedTuple):
-    """Of a view: grey value (-1..1) = slope * line integral + offset; noise: of a line integral that is read off."""
+    """A view's grey values (-1..1) = slope * line integral + offset. noise: standard deviation of a line integral."""
 
     slope: float
     offset: float
@@ -109,20 +108,20 @@ class Grey(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of each view what X-rays say of volumes on one grid: planes (B, 1, across, Z), the sum of the voxels in -1..1 on
-    each ray, and the variance (B, 1, 1, 1) of their noise."""
+    """X-rays as sums of voxels in -1..1 along the rays of a grid: each view's plane (B, 1, X or Y, Z) of sums and the
+    variance (B, 1, 1, 1) of their noise."""
 
     sums: list[Tensor]
     noise: list[Tensor]
 
 
 def measure(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> Measured:
-    """What X-rays (B, views, H, W) in -1..1 say of volumes of a size; extent: (B, 3) mm."""
+    """Convert X-rays (B, views, H, W) in -1..1 to sums along the rays of a grid. extent: (B, 3) mm."""
     sums, noise = [], []
     for view, grey in enumerate(greys):
         axis = RAYS[view]
         count = size[axis - 2]
-        # what 1 in a voxel adds to an integral
+        # contribution of a voxel to the line integral, per unit of its value
         unit = extent[:, axis - 2, None, None, None] * (MU_PER_UNIT / count)
         integral = resize((xrays[:, view : view + 1] - grey.offset) / grey.slope, (size[2], size[3 - axis]))
         sums.append(as_plane(integral) / unit - count)
@@ -132,12 +131,12 @@ def measure(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list
 
 @torch.no_grad()
 def agree(volume: Tensor, measured: Measured, variance: float, corrections: int = 2) -> Tensor:
-    """The volumes (B, 1, X, Y, Z) in -1..1 nearest to some others that agree with the X-rays; no gradient passes.
+    """Correct volumes (B, 1, X, Y, Z) in -1..1 to agree with the X-rays within their noise, without gradients.
 
-    Of volumes V whose error has one variance c in all voxels, and sums y = A V of noise N, the best linear correction
-    is V + c A' z, z = (c A A' + N)^-1 (y - A V). Along two axes that is solved exactly: in each slice the sums of z
-    over a row of rays follow from a 2 x 2 system. Nothing is thinner than air, so the result is clipped, and corrected
-    again by the z that is still lacking (N z of what is measured is noise). variance: c, from 0 on.
+    If each voxel of V has an error of variance c, and the sums y = A V have noise of variance N, the best linear
+    correction is V + c A' z with z = (c A A' + N)^-1 (y - A V). For two views this is solved exactly: in each slice,
+    the sums of z over each view's rays follow from a 2 x 2 system. The result is clipped, because nothing is less dense
+    than air, and corrected again by the rest of z (the part N z of y is attributed to noise). variance: c >= 0.
     """
     with torch.autocast(volume.device.type, enabled=False):
         volume, c = volume.float(), max(variance, 1e-12)
@@ -151,7 +150,7 @@ def agree(volume: Tensor, measured: Measured, variance: float, corrections: int 
             else:
                 (n1, n2), (nx, ny) = measured.noise, volume.shape[2:4]
                 first, second = (plane.sum(2, keepdim=True) for plane in lacks)
-                # both differences are written out, as they would be lost in rounding
+                # determinants expanded symbolically, because their differences would be lost in rounding
                 det = c * (ny * n2 + nx * n1) + n1 * n2
                 other = (c * ny * (second - first) + n1 * second) / det
                 own = (c * nx * (first - second) + n2 * first) / det
@@ -163,7 +162,7 @@ def agree(volume: Tensor, measured: Measured, variance: float, corrections: int 
 
 
 def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> Tensor:
-    """The simplest reconstruction, (B, 1, X, Y, Z): each ray's mean spread along it, and the mean over the views."""
+    """Simplest reconstruction (B, 1, X, Y, Z): spread each ray's mean along the ray and average the views."""
     sums = measure(xrays, extent, greys, size).sums
     spread = [(s / size[a - 2]).unsqueeze(a).expand(-1, -1, *size) for a, s in zip(RAYS, sums, strict=False)]
     return torch.stack(spread).mean(0).clamp(-1, 1)
@@ -173,15 +172,15 @@ def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tupl
 
 
 class Prior(NamedTuple):
-    """What training patients tell before any network is trained: the linear posterior of a volume, given its X-rays.
+    """The linear posterior of a volume given its X-rays: ridge regression in the span of N training patients.
 
-    A volume is taken for mean + sum of w_i (patient_i - mean), and w follows linearly from the X-rays: ridge regression
-    in the span of N patients, on a `grid` of its own. penalty: the ridge's, as a share. variance: of a voxel over the
-    patients. error: mean square of the posterior's, each patient left out. mean: (1, 1, X, Y, Z). basis: (R, X, Y, Z),
-    the main directions of that span. centre (P,): the mean's rays, gain (R, P): from rays to shares of the basis.
+    A volume is modelled as mean + sum of w_i (patient_i - mean), with w linear in the X-rays, on the prior's own grid.
+    penalty: relative to the mean squared norm of the centred rays. variance: of a voxel over the patients. error:
+    leave-one-out mean square error of a voxel. mean: (1, 1, X, Y, Z). basis: (R, X, Y, Z), principal directions of the
+    span. centre (P,): the mean's rays. gain (R, P): from rays to coefficients of the basis.
 
-    To take a training patient out of his own answer: coordinates (N, R) of the patients, weights (N, P) from rays to w,
-    kernel (N, N). These would tell each patient's CT, so no checkpoint holds them; None there.
+    coordinates (N, R) of the patients in the basis, weights (N, P) from rays to w, and kernel (N, N) serve to leave a
+    training patient out of its own prediction. They reveal single patients' CTs, so checkpoints hold None instead.
     """
 
     grid: list[int]
@@ -198,14 +197,14 @@ class Prior(NamedTuple):
     kernel: Tensor | None = None
 
     def on(self, device: torch.device, size: list[int]) -> "Prior":
-        """The same on a device, for volumes of a size that may be coarser than the grid."""
+        """Copy to a device; resample to a coarser grid if `size` is smaller than the prior's."""
         least = [min(own, other) for own, other in zip(self.grid, size, strict=True)]
         coarse = self._replace(mean=resize(self.mean, least), basis=resize(self.basis, least))
         tensors = {name: value for name, value in coarse._asdict().items() if isinstance(value, Tensor)}
         return coarse._replace(**{name: value.to(device) for name, value in tensors.items()})
 
     def state(self) -> dict:
-        """What a checkpoint holds, for Prior.of(): all but what tells a single patient's CT."""
+        """Dict for a checkpoint, without anything that reveals a single patient's CT; Prior.of() reads it."""
         return self._asdict() | {"greys": [list(grey) for grey in self.greys]} | dict.fromkeys(self._fields[-3:])
 
     @classmethod
@@ -213,7 +212,7 @@ class Prior(NamedTuple):
         return cls(**state | {"greys": [Grey(*grey) for grey in state["greys"]]})
 
     def volume(self, xrays: Tensor, extent: Tensor, rows: Tensor, size: tuple | list) -> Tensor:
-        """(B, 1, X, Y, Z): the linear posterior. rows (B,): a training patient's, who is left out; -1 for others."""
+        """Linear posterior (B, 1, X, Y, Z). rows (B,): index of the training patient to leave out, or -1."""
         rays = rays_of(xrays, extent, self.greys, self.grid) - self.centre
         shares = rays @ self.gain.T
         if self.kernel is not None:
@@ -226,21 +225,20 @@ class Prior(NamedTuple):
 
 
 def rays_of(xrays: Tensor, extent: Tensor, greys: list[Grey], grid: list[int]) -> Tensor:
-    """(B, P): the mean of a volume in -1..1 on each ray of all views, as X-rays say it."""
+    """Convert X-rays to the mean (B, P) of a volume in -1..1 along each ray of all views."""
     sums = measure(xrays, extent, greys, grid).sums
     return torch.cat([(plane / grid[axis - 2]).flatten(1) for axis, plane in zip(RAYS, sums, strict=False)], 1)
 
 
 def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey], rank: int = 64) -> Prior:
-    """The linear posterior of training patients: volumes (N, X, Y, Z), and what their X-rays say (N, P).
+    """Fit the linear posterior to training patients. volumes: (N, X, Y, Z); rays: (N, P), from rays_of().
 
-    The penalty is that of the least error when each patient is left out in turn, of the mean too, which has a closed
-    form. Leaving out his column alone is not enough: deviations from the mean add up to 0, so that the others' sum is
-    his own, negative.
+    The penalty minimizes the leave-one-out error, which has a closed form. The mean must exclude the left-out patient
+    too: deviations from a mean sum to 0, so the other patients' deviations add up to minus that of the left-out one.
     """
     count, mean = len(volumes), volumes.mean(0)
     deviations = (volumes - mean).flatten(1)
-    # of the volumes themselves, without the noise of X-rays
+    # rays of the volumes themselves, without X-ray noise
     true_rays = [torch.cat([x.mean(a - 1).flatten(1) for a in RAYS[: len(greys)]], 1) for x in (mean[None], volumes)]
     centre, seen = true_rays[0], (true_rays[1] - true_rays[0]).double()
     gram, inner = seen @ seen.T, (deviations @ deviations.T).double()
@@ -249,7 +247,7 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey], rank: int = 64
     best = None
     for share in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
         kernel = torch.linalg.inv(gram + share * unit * torch.eye(count, dtype=torch.float64))
-        # column i: the weights of patient i, and then without his own part in them and in the mean
+        # column i: weights for patient i; the last line removes the patient from the fit and from the mean
         w = kernel @ answers
         kernel = kernel - 1 / (share * unit * count)
         w = w - kernel * ((w.diagonal() + 1 / count) / kernel.diagonal())
@@ -259,7 +257,7 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey], rank: int = 64
     error, penalty, kernel = best
     coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(rank, count - 1)].float()
     basis = (coordinates.T @ deviations).view(-1, *mean.shape)
-    # the mean's part of the kernel gives nothing, as deviations add up to 0
+    # the constant subtracted from the kernel cancels here, because the columns of `seen` sum to 0
     weights = (kernel @ seen).float()
     voxels = deviations.shape[1]
     numbers = {"penalty": penalty, "variance": float(inner.trace()) / (count * voxels), "error": error / voxels}

@@ -1,4 +1,4 @@
-"""What guide 3 writes at the end: the table and the figure of the test, volumes as NIfTI."""
+"""Results of guide 3: the test's table and figure, volumes as NIfTI."""
 
 import gzip
 import json
@@ -15,14 +15,14 @@ from utils import stats
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError
 
-# what needs no network; the table compares with the best of them
+# baselines without a network; the table compares with the best one
 RIVALS = ("linear posterior", "mean volume", "back-projection", "nearest patient")
-# of the slices, -1000 to 400 HU, and of differences, 300 HU
+# display windows in units of -1..1: -1000 to 400 HU for slices, +-300 HU for differences
 WINDOW, DIFFERENCE = (-1.0, -0.3), 0.15
 
 
 def name_of(row: str) -> str:
-    """A row's name in summary.json: rival/... for what is not the network's."""
+    """Prefix of a row's metrics in summary.json; it begins with rival/ for baselines."""
     name = row.replace(", ", "_").replace("'s", "").replace(" ", "_").replace("-", "_").replace(".", "")
     if row.startswith(RIVALS):
         return f"rival/{name}/"
@@ -32,24 +32,24 @@ def name_of(row: str) -> str:
 def print_test(
     table: dict[tuple[str, str], np.ndarray], grid: str, rival_run: str | None, digest: str
 ) -> dict[str, float]:
-    """{metric: mean over patients} of {(row, column): (patients,)}; rank 0 prints the table and what follows from it.
+    """Print the test's table on rank 0 and return {metric: mean over patients}.
 
-    grid: its voxels, for the title. rival_run: another run's folder, whose summary.json becomes a row, if its patients
-    are the same (digest).
+    table: {(row, column): values (patients,)}. grid: voxels, for the title. rival_run: folder of another run to add as
+    a row, if `digest` shows that its patients are the same.
     """
     metrics = {f"test/{name_of(row)}{column}": float(np.nanmean(values)) for (row, column), values in table.items()}
     rows: dict[str, dict[str, float]] = {}
     for (row, column), values in table.items():
         rows.setdefault(row, {})[column] = float(np.nanmean(values))
         if (row, column) == ("one sample", "psnr"):
-            # the variance of what fits counts twice: once of the truth around its mean, once of the sample
+            # a perfect sample has twice the squared error of the mean, because truth and sample both vary around it
             perfect = metrics["test/perfect_sample/psnr"] = metrics["test/psnr"] - 10 * math.log10(2)
             rows["one perfect sample"] = {"psnr": perfect}
     if rival_run:
         rows |= read_rival(Path(rival_run), digest, next(iter(rows.values())))
     coverage = rows.get("one sample", {}).pop("coverage_90", None)
 
-    # the strongest rival by its mean, and the lead over it by patient
+    # the baseline with the best mean PSNR, and the lead over it for each patient
     psnr = {row: values for (row, column), values in table.items() if column == "psnr"}
     patients = range(len(next(iter(psnr.values()))))
     strongest = max((row for row in psnr if row.startswith(RIVALS)), key=lambda row: psnr[row].mean())
@@ -81,7 +81,7 @@ def digits_of(column: str) -> int:
 
 
 def read_rival(folder: Path, digest: str, columns: dict) -> dict[str, dict[str, float]]:
-    """{row: metrics} of another run's test. Raises InputError where there is none, or it is of other patients."""
+    """Read another run's test as {row: metrics}. Raises InputError if it has no summary or other patients."""
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -95,13 +95,13 @@ def read_rival(folder: Path, digest: str, columns: dict) -> dict[str, dict[str, 
 
 
 def slices_of(volume: Tensor) -> list[Tensor]:
-    """The middle frontal, lateral and axial slices of a volume (X, Y, Z), as one looks at the patient."""
+    """Middle frontal, lateral and axial slices of a volume (X, Y, Z), seen from the patient's front, left and feet."""
     x, y, z = (side // 2 for side in volume.shape)
     return [volume[:, y].T.flip(0, 1), volume[x].T.flip(0, 1), volume[:, :, z].T.flip(0, 1)]
 
 
 def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
-    """The first patient: the true CT, the network's answers and the best of linear algebra; projections and slices."""
+    """Draw projections and slices of the first patient: the true CT, the network's answers, the linear posterior."""
     from matplotlib.figure import Figure
 
     own = [row for row in ("regression", "one step", "one sample") if row in rows]
@@ -136,7 +136,7 @@ def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
 
 
 def write_volume(path: Path, volume: Tensor, extent: list[float], is_difference: bool = False) -> None:
-    """A volume (X, Y, Z) in -1..1, or a difference, as NIfTI in whole HU, its middle at 0 mm. Raises RunError."""
+    """Write a volume (X, Y, Z) in -1..1, or a difference, as NIfTI in integer HU, centred at 0 mm. Raises RunError."""
     import nibabel
 
     hu = volume * HU_PER_UNIT if is_difference else to_hu(volume)

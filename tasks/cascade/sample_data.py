@@ -1,8 +1,8 @@
 """Write patients with a CT and two X-rays each for train_accelerate.py, in the drr_patient_data layout.
 
-The CTs (NIfTI, HU) are made-up torsos: body, lungs, spine, ribs, heart, nodules; voxel sizes and orientations vary.
-Their frontal and lateral X-rays are rendered by the projector that the training uses. No two have the same size,
-posture, heart, diaphragm or nodules, and all of that can be seen in the X-rays.
+The CTs (NIfTI, HU) are synthetic torsos of varying voxel size and orientation, with lungs, spine, ribs, heart and
+nodules. Patients differ in size, posture, heart, diaphragm and nodules, all of which are visible in the X-rays. The
+X-rays are rendered by the projector that the training uses.
 """
 
 import argparse
@@ -13,17 +13,16 @@ from numpy.random import Generator
 
 from utils.cli import InputError, whole
 
-# mm to the right, to the front and up
+# field of view in mm along x, y and z
 FIELD = (380.0, 300.0, 340.0)
-# in units of field / matrix
+# voxel sizes, in units of the field's width / --matrix
 VOXELS = ((1.0, 1.0, 1.0), (0.9, 0.9, 1.3), (1.1, 1.1, 0.9))
-# of x, y and z in a file, and which way its voxels run along each: RAS, LPS, LAS, RAI
+# order of the axes in a file, and their directions: RAS, LPS, LAS, RAI
 AXIS_ORDERS = ((0, 1, 2), (0, 1, 2), (2, 1, 0))
 ORIENTATIONS = ((1, 1, 1), (-1, -1, 1), (-1, 1, 1), (1, 1, -1))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this data set's flags."""
     add = parser.add_argument
     add("out", type=Path, help="folder to write; must not hold a data set yet")
     add("--num_patients", type=whole(4), default=120, help="patients, one CT and two X-rays each")
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> None:
-    """Write <id>/<id>.nii.gz and its two X-rays, and the lists of ids train.txt and test.txt (a sixth)."""
+    """Write <id>/<id>.nii.gz, two X-rays per patient, and the id lists train.txt and test.txt (a sixth)."""
     from tasks.cascade.data import make_drrs
 
     if out.is_dir() and any(out.iterdir()):
@@ -50,7 +49,7 @@ def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> N
 
 
 class Phantom:
-    """A CT under construction, in mm: x runs to the right, y to the front, z up, and 0 is in the middle."""
+    """A CT being drawn, with coordinates in mm from its centre: x to the right, y to the front, z up."""
 
     def __init__(self, field: np.ndarray, voxel: np.ndarray):
         counts = [max(8, round(length / side)) for length, side in zip(field, voxel, strict=True)]
@@ -60,23 +59,21 @@ class Phantom:
         self.volume = np.full_like(self.x, -1000.0)
 
     def ellipsoid(self, centre: tuple, radii: tuple) -> np.ndarray:
-        """How much of each voxel lies inside, 0 to 1."""
+        """Fraction of each voxel inside an ellipsoid, 0 to 1."""
         parts = zip((self.x, self.y, self.z), centre, radii, strict=True)
         distance = np.sqrt(sum(((along - middle) / radius) ** 2 for along, middle, radius in parts))
         edge = 6 * (distance - 1) * min(radii) / self.voxel.max()
         return 1 / (1 + np.exp(np.clip(edge, -30, 30)))
 
     def fill(self, inside: np.ndarray, hu: float) -> None:
-        """Replace what is there by a tissue of so many HU."""
         self.volume = self.volume * (1 - inside) + inside * hu
 
     def add(self, centre: tuple, radii: tuple, hu: float) -> None:
-        """Add an ellipsoid of one tissue."""
         self.fill(self.ellipsoid(centre, radii), hu)
 
 
 def write_ct(path: Path, rng: Generator, matrix: int) -> None:
-    """Draw a torso, turn its axes as a scanner might, and write it as NIfTI."""
+    """Draw a torso, reorient its axes at random, as scanners do, and write it as NIfTI."""
     import nibabel
 
     field = np.array(FIELD) * rng.uniform(0.95, 1.05)
@@ -84,7 +81,7 @@ def write_ct(path: Path, rng: Generator, matrix: int) -> None:
     torso = draw_torso(rng, field, voxel)
     volume = np.clip(torso.volume + rng.normal(0, 12, torso.volume.shape), -1024, 3071).astype(np.int16)
 
-    # the affine's last column is where the first voxel lies
+    # the affine's last column is the position of the first voxel
     affine = np.eye(4)
     for axis, sign in enumerate(ORIENTATIONS[rng.integers(len(ORIENTATIONS))]):
         affine[axis, axis] = voxel[axis] * sign
@@ -95,22 +92,22 @@ def write_ct(path: Path, rng: Generator, matrix: int) -> None:
 
 
 def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
-    """Draw a torso; all that makes a patient is drawn anew for each. field: what is covered, in mm."""
+    """Draw a torso with random anatomy. field: field of view, voxel: voxel size, both (3,) in mm."""
     torso = Phantom(field, voxel)
     uniform, normal = rng.uniform, rng.normal
 
-    # shares of the usual size; mm beside and before the middle, of the spine's bend, of the diaphragm's height, of fat
+    # relative sizes, then mm: shifts to the right and front, bend of the spine, height of the diaphragm, layer of fat
     width, depth, height = uniform(0.75, 1.12), uniform(0.75, 1.15), uniform(0.9, 1.1)
     lean, forward, bend = uniform(-32, 32), uniform(-26, 26), uniform(-18, 18)
     raised, fat = uniform(-45, 45), uniform(8, 28)
     torso.x = torso.x - lean - bend * np.cos(np.pi * torso.z / field[2])
     torso.y = torso.y - forward
 
-    # fat, and muscle inside it
+    # fat with muscle inside
     torso.add((0, 0, 0), (150 * width, 105 * depth, 900), normal(-95, 8))
     torso.add((0, 0, 0), (150 * width - fat, 105 * depth - fat, 900), normal(45, 8))
 
-    # both lungs, each on its dome of the diaphragm, and the ribs beside them, one above the other
+    # both lungs, each above its dome of the diaphragm, with a column of ribs at its side
     for side, dome in ((-1, raised + uniform(-12, 12)), (1, raised + uniform(-12, 12))):
         breath = uniform(0.85, 1.12)
         radii = (52 * width * breath, 74 * depth, 110 * height * breath)
@@ -120,17 +117,17 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
             hu = 0.75 * uniform(450, 650)
             torso.add((side * 118 * width, 8, level * height + raised), (9, 62 * depth, 8), hu)
 
-    # a heart of its own size and place
+    # heart
     x, z = -26 * width + uniform(-10, 10), -18 + raised + uniform(-10, 10)
     radii = (uniform(44, 66), uniform(40, 54), uniform(46, 62))
     torso.add((x, 26 * depth, z), radii, normal(55, 6))
 
-    # the vertebrae, and their less dense processes behind them
+    # vertebrae with less dense processes behind
     bone = uniform(450, 750)
     torso.add((0, -66 * depth, 0), (19, 18, 900), bone)
     torso.add((0, -92 * depth, 0), (6, 12, 900), 0.8 * bone)
 
-    # nodules in either lung; many patients have none
+    # nodules, each in a random lung; about a fifth of the patients have none
     for _ in range(rng.poisson(1.5)):
         x = rng.choice([-1, 1]) * uniform(45, 90) * width
         y, z = uniform(-35, 35) * depth, raised + uniform(-40, 90)
