@@ -1,4 +1,4 @@
-"""Guide 2, survival from 3D CT: a volume in, the log-hazard of a major adverse cardiac event (MACE) out.
+"""Guide 2, survival from 3D CT: predict the log-hazard of a major adverse cardiac event (MACE) from a volume.
 
     python train_survival_distributed.py --csv_path data/dataset.csv                     # every GPU, or one CPU process
     torchrun --nproc_per_node=4 train_survival_distributed.py --csv_path data/dataset.csv
@@ -9,8 +9,8 @@
     python train_survival_distributed.py --csv_path data/dataset.csv --eval_only --val_fold test
     python train_survival_distributed.py --predict other_hospital.csv
 
-Data: a table with a path, a time, an event (1) or censoring (0) and a fold for each case; CT volumes (NIfTI, DICOM).
-No data yet? `make demo TASK=survival` makes some up.
+Data: CT volumes (NIfTI or DICOM) and a table with each case's path, time, event (1, or 0 if censored) and fold.
+No data yet? `make demo TASK=survival` generates some.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ from utils.cli import (
 )
 
 FORMAT = "survival/3"
-# what ridge Cox models choose theirs from, the strongest first
+# candidate ridge penalties, strongest first: each fit starts from the previous coefficients
 PENALTIES = [10 ** (power / 2) for power in range(7, -2, -1)]
-# what a model is made of, and what it sees
+# flags that a resumed run takes from its checkpoint
 MODEL_FLAGS = (
     "image", "resnet", "base_channels", "stem_stride", "norm", "image_size", "hu_window", "spacing", "orientation",
     "clinical_columns", "mask_column", "mask_mode", "mask_margin",
@@ -49,29 +49,42 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add = parser.add_argument_group("data").add_argument
     add("--csv_path", metavar="FILE", default="data/dataset.csv", help="table of cases")
-    add("--data_dir", metavar="DIR", help="folder that relative paths start from; default: the table's own")
+    add("--data_dir", metavar="DIR", help="folder that relative paths start from; default: the table's folder")
     add("--time_unit", choices=("days", "months", "years"), default="days", help="unit of the time column")
     for kind in ("path", "time", "event", "id"):
-        advanced(f"--{kind}_column", metavar="NAME", help=f"column of the {kind}, where it has no usual name")
-    add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
-    advanced("--train_fold", default="train", help="its value for training rows")
-    add("--val_fold", help="its value for validation rows, default val; with --folds: this fold alone")
-    add("--folds", type=whole(2), help="make so many folds, events spread evenly, and train them one after another")
-    advanced("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
+        advanced(f"--{kind}_column", metavar="NAME", help=f"name of the {kind} column if it is not a usual one")
+    add("--fold_column", default="Fold_1", help="column with the fold of each row")
+    advanced("--train_fold", default="train", help="value of --fold_column for training rows")
+    add("--val_fold", help="value of --fold_column for validation rows, default val; with --folds: run only this fold")
+    add("--folds", type=whole(2), help="cross-validate over this many folds, with the events spread evenly")
+    advanced("--repeats", type=whole(1), default=1, help="repeats of the cross-validation, each with its own seed")
     add("--clinical_columns", nargs="+", default=[], metavar="NAME", help="columns to use as inputs besides the image")
-    add("--stratum_column", metavar="NAME", help="hospital or scanner, say: C is told within each of its values, too")
-    add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's own grid")
-    advanced("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
-    advanced("--mask_margin", type=real(0), default=10.0, help="mm around the box; an empty mask crops nothing")
+    add("--stratum_column", metavar="NAME", help="hospital or scanner column; C is also reported within its values")
+    add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's voxel grid")
+    advanced("--mask_mode", choices=("crop", "channel"), default="crop", help="crop to the mask or add it as a channel")
+    advanced("--mask_margin", type=real(0), default=10.0, help="margin of the crop in mm; an empty mask crops nothing")
 
     add = parser.add_argument_group("volumes").add_argument
     xyz = {"nargs": 3, "metavar": ("X", "Y", "Z")}
-    advanced("--image", choices=("volume", "none"), default="volume", help="none: the clinical columns alone")
-    add("--image_size", type=whole(8), **xyz, default=[256, 256, 64], help="voxels of the input; lower on OOM")
-    add("--hu_window", type=real(-1e5), nargs=2, default=[-1000.0, 1000.0], metavar=("LOW", "HIGH"), help="HU of 0, 1")
-    add("--spacing", type=real(0, above=True), **xyz, help="resample to voxels of so many mm first")
+    advanced("--image", choices=("volume", "none"), default="volume", help="none: use only the clinical columns")
+    add("--image_size", type=whole(8), **xyz, default=[256, 256, 64], help="input size in voxels; lower it on OOM")
+    add(
+        "--hu_window",
+        type=real(-1e5),
+        nargs=2,
+        default=[-1000.0, 1000.0],
+        metavar=("LOW", "HIGH"),
+        help="HU values that become 0 and 1",
+    )
+    add("--spacing", type=real(0, above=True), **xyz, help="voxel size in mm to resample to first")
     axes = pattern("as-is|(?=.*[RL])(?=.*[AP])(?=.*[SI]).{3}", "as-is, or where X, Y and Z point to, as RAS or LPS")
-    advanced("--orientation", type=axes, metavar="CODES", default="RAS", help="of all volumes; as-is: as in each file")
+    advanced(
+        "--orientation",
+        type=axes,
+        metavar="CODES",
+        default="RAS",
+        help="axes to turn all volumes to; as-is: keep the axes of each file",
+    )
     add(
         "--augmentation",
         "--augment",
@@ -80,55 +93,64 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=True,
         help="random flips and quarter turns",
     )
-    add("--cache_dir", default="runs/cache/survival", help="volumes at the model's size; may be deleted; '': none")
-    add("--use_smart_cache", action="store_true", help="an epoch takes a part in memory, which changes after each")
-    advanced("--cache_rate", type=real(0, 1, above=True), default=0.5, help="share of the training cases in memory")
+    add("--cache_dir", default="runs/cache/survival", help="cache of resized volumes; may be deleted; '': no cache")
+    add("--use_smart_cache", action="store_true", help="train each epoch on a changing subset held in memory")
+    advanced("--cache_rate", type=real(0, 1, above=True), default=0.5, help="share of the training cases in this cache")
     advanced(
-        "--replace_rate", type=real(0, 1, above=True), default=0.5, help="share of those replaced after each epoch"
+        "--replace_rate", type=real(0, 1, above=True), default=0.5, help="share of the cache replaced after each epoch"
     )
 
     add = parser.add_argument_group("model").add_argument
     resnets = [f"resnet{depth}" for depth in (10, 18, 34, 50, 101, 152)]
-    add("--resnet", choices=resnets, default="resnet50", help="MONAI's 3D ResNet; a smaller one on OOM")
-    advanced("--base_channels", type=whole(8), default=64, help="of the first stage; 64 as published, 8 for a trial")
-    text = "1: as the guide; 2: MedicalNet's, an eighth of the cost"
+    add("--resnet", choices=resnets, default="resnet50", help="MONAI's 3D ResNet; choose a smaller one on OOM")
+    advanced(
+        "--base_channels", type=whole(8), default=64, help="channels of the first stage; 64 as published, 8 for a trial"
+    )
+    text = "stride of the first convolution; 1: guide 2; 2: MedicalNet, an eighth of the cost"
     advanced("--stem_stride", type=int, choices=(1, 2), default=1, help=text)
     advanced(
-        "--norm", choices=("group", "batch"), default="group", help="batch: as published; group: on any number of GPUs"
+        "--norm", choices=("group", "batch"), default="group", help="batch: as published; group: for any number of GPUs"
     )
-    add("--init", choices=("random", "pretrained"), default="random", help="pretrained: from --pretrained_path")
-    add("--pretrained_path", metavar="FILE", help="model.safetensors of a run here, or MedicalNet's .pth")
-    advanced("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
+    add("--init", choices=("random", "pretrained"), default="random", help="pretrained: load --pretrained_path")
+    add("--pretrained_path", metavar="FILE", help="model.safetensors of another run, or a MedicalNet .pth")
+    advanced("--freeze_epochs", type=whole(0), default=0, help="number of first epochs that train only the head")
 
-    text = "parts of the training fold on which the image part is weighed by networks that have not seen them; 0: not"
+    text = "inner folds of the training fold, to weight the image part on unseen cases; 0: its weight stays 1"
     add("--inner_folds", type=whole(0), default=2, metavar="N", help=text)
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
-    advanced("--weight_decay", type=real(0), default=1e-5, help="weight decay")
+    advanced("--weight_decay", type=real(0), default=1e-5, help="weight decay of AdamW")
     add(
         "--lr_schedule",
         "--scheduler",
         dest="scheduler",
         choices=("cosine", "constant"),
         default="cosine",
-        help="after the warm-up",
+        help="learning rate after the warm-up",
     )
     advanced("--eta_min", type=real(0), default=1e-7, help="learning rate at the end of the cosine")
     advanced("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     years = [1.0, 2.0, 3.0, 4.0, 5.0]
-    add("--eval_years", type=real(0, above=True), nargs="+", default=years, metavar="YEAR", help="horizons")
-    add("--rival_run", metavar="DIR", help="another run on the same fold: a row of the table, with the paired test")
-    add("--predict", metavar="FILE", help="no training: the risk of each row of a table; scored where it has outcomes")
+    add(
+        "--eval_years",
+        type=real(0, above=True),
+        nargs="+",
+        default=years,
+        metavar="YEAR",
+        help="horizons of AUC, Brier score and S(t)",
+    )
+    add("--rival_run", metavar="DIR", help="another run on the same fold to add to the table, with a paired test")
+    add("--predict", metavar="FILE", help="predict the risk of each row of a table; rows with outcomes are scored")
 
     defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
     add_common_arguments(parser, **defaults, batch_of_all=True, least_epochs=0)
-    # the guide's other names and its own meaning
+    # flags of guide 2 that are synonyms or have no effect here
     advanced("--output", dest="output_dir", help="the same as --log_dir")
     advanced("--max_grad_norm", dest="grad_clip", type=real(0), help="the same as --grad_clip")
     for flag in ("--amp", "--pin_memory"):
-        advanced(flag, action="store_true", help="accepted; on by itself on a GPU")
+        advanced(flag, action="store_true", help="accepted; always on with a GPU")
     advanced("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
     args = parser.parse(argv)
     if (args.init == "pretrained") != bool(args.pretrained_path):
@@ -137,7 +159,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if every_fold and (args.eval_only or args.resume_from not in (None, "auto")):
         parser.error("--folds: each has checkpoints of its own, which --resume_from auto takes; or name a --val_fold")
     if args.repeats > 1 and not every_fold:
-        parser.error("--repeats: of all --folds, without --val_fold")
+        parser.error("--repeats: needs --folds, without --val_fold")
     if args.image == "none" and (args.use_smart_cache or args.pretrained_path or args.mask_column):
         parser.error("--image none: goes without --use_smart_cache, --pretrained_path and --mask_column")
     if args.image == "none" and not args.clinical_columns and not args.predict:
@@ -145,7 +167,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.inner_folds == 1:
         parser.error("--inner_folds: 0, or at least 2")
     if args.image == "none":
-        # the Cox model is fitted, and there is nothing else to train
+        # without an image only the Cox model is fitted, and nothing is trained
         args.num_epochs, args.auto_batch, args.gpu_shares = 0, False, "equal"
     if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
         parser.error("--hu_window LOW < HIGH, --eta_min at most --lr, and --base_channels a multiple of 8")
@@ -153,7 +175,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # before the heavy imports: --help and a mistyped flag answer at once
+    # parse before the heavy imports, so --help and flag errors are immediate
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -191,7 +213,7 @@ ADVICE = "give a smaller --image_size or --resnet, or --stem_stride 2"
 
 
 class MaxPool3d(nn.Module):
-    """The maximum of 3 voxels at every second place, axis by axis: CUDA's own pooling has no deterministic gradient."""
+    """Max pooling (kernel 3, stride 2, padding 1) with a deterministic gradient, which CUDA's max pooling lacks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, [1] * 6, value=-torch.inf)
@@ -201,7 +223,7 @@ class MaxPool3d(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """MedicalNet's shortcut of type A: every second voxel, new channels zero. MONAI's own cuts the gradient here."""
+    """MedicalNet's type A shortcut: subsample, and add zero channels. MONAI's version detaches the gradient."""
 
     def __init__(self, planes: int, stride: int):
         super().__init__()
@@ -213,10 +235,10 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """A Cox model of columns and image numbers, which is not trained by steps, and what MONAI's 3D ResNet adds to it.
+    """A fitted Cox model of the columns plus an image part from MONAI's 3D ResNet.
 
-    The head begins at zero: before the first step this is the Cox model. linear (columns,): its coefficients.
-    image_weight: what the image part counts, 1 until weigh_image() has seen it on patients it was not trained on.
+    The head starts at zero, so before training the model equals the Cox model. linear (columns,): coefficients of the
+    Cox model. image_weight: factor of the image part, 1 until weigh_image() estimates it.
     """
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str = "B"):
@@ -225,32 +247,32 @@ class RiskNet(nn.Module):
         self.shape = 1 + bool(args.mask_column and args.mask_mode == "channel"), *args.image_size
         if args.image == "volume":
             self.backbone = make_backbone(args, self.shape[0], shortcut)
-            # no bias, which Cox's likelihood does not see
+            # no bias: the partial likelihood does not depend on a constant
             self.head = nn.Linear(self.backbone.in_planes, 1, bias=False)
             nn.init.zeros_(self.head.weight)
         self.register_buffer("linear", torch.zeros(columns, dtype=torch.float64))
         self.register_buffer("image_weight", torch.ones((), dtype=torch.float64))
 
     def linear_part(self, batch: dict) -> Tensor:
-        """(B,) float64 of columns (B, n); a 0 for all without columns."""
+        """The columns' part (B,) of the log-hazards in float64; a single zero if the model has no columns."""
         if not len(self.linear):
             return torch.zeros(1, dtype=torch.float64, device=self.linear.device)
         return batch["columns"].double() @ self.linear
 
     def forward(self, batch: dict) -> Tensor:
-        """Log-hazards (B,), float64. batch: columns (B, n), image (B, C, X, Y, Z) in 0..1, where the model has them."""
+        """Log-hazards (B,) in float64. batch: columns (B, n) and image (B, C, X, Y, Z) in 0..1."""
         log_hazard = self.linear_part(batch)
         if hasattr(self, "backbone"):
             images = batch["image"].float()
             with autocast(images.device, self.precision):
                 features = self.backbone(images.contiguous(memory_format=torch.channels_last_3d))
-            # outside autocast: a log-hazard of 3 has steps of 1/64 in bf16, so that cases tie
+            # outside autocast: bf16 has steps of 1/64 near a log-hazard of 3, which would cause ties
             log_hazard = log_hazard + self.image_weight * self.head(features.float())[:, 0]
         return log_hazard
 
 
 def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
-    """MONAI's ResNet without a head, with the normalisation and the shortcuts (A or B) that are wanted."""
+    """Build MONAI's ResNet without its head. shortcut: type A or B."""
     from monai.networks import nets
 
     backbone = getattr(nets, args.resnet)(
@@ -266,7 +288,7 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
         backbone.maxpool = MaxPool3d()
     for module in list(backbone.modules()):
         for name, child in module.named_children():
-            # MONAI's own argument reaches the first layer only
+            # MONAI's own `norm` argument affects only the first layer
             if args.norm == "group" and isinstance(child, nn.BatchNorm3d):
                 setattr(module, name, GroupNorm(8, child.num_features))
             if shortcut == "A" and name == "downsample":
@@ -277,10 +299,10 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
 def build_model(
     args: Namespace, precision: str, device: torch.device, columns: int = 0, weights: dict | None = None
 ) -> RiskNet:
-    """The model with the same weights on every rank. weights: of a checkpoint. Raises InputError for others'."""
+    """Build the model, identical on every rank. weights: of a checkpoint. Raises InputError if weights do not fit."""
     torch.manual_seed(args.seed)
     found = weights or read_pretrained(args)
-    # MedicalNet's smaller nets have no weights in their shortcuts
+    # type A shortcuts have no weights; only MedicalNet's smaller networks use them
     type_a = found and args.resnet in ("resnet10", "resnet18", "resnet34")
     shortcut = "A" if type_a and not any("downsample" in name for name in found) else "B"
     model = RiskNet(args, columns, precision, shortcut)
@@ -301,7 +323,7 @@ def build_model(
 
 
 def read_pretrained(args: Namespace) -> dict[str, Tensor]:
-    """The weights of --pretrained_path by their names in RiskNet, {} without it. Raises InputError."""
+    """Read --pretrained_path as {name in RiskNet: weights}; {} without the flag. Raises InputError."""
     path = args.pretrained_path
     if not path:
         return {}
@@ -327,11 +349,10 @@ def read_pretrained(args: Namespace) -> dict[str, Tensor]:
 
 
 def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Negative Cox partial log-likelihood per event, of all n cases that are given; ties as Efron (1977) has them.
+    """Negative Cox partial log-likelihood per event, with ties as in Efron (1977). Without events it is 0.
 
-    As torchsurv's, but without a wait for the GPU, and on logarithms, so that no hazard overflows.
-    log_hazard (n,) on any device; time (n,) and event (n,) on the CPU, so that nothing waits for the GPU. Without an
-    event the result is 0, connected to the input.
+    log_hazard (n,) may be on any device. time (n,) and event (n,) are on the CPU, so that this loss never synchronizes
+    with the GPU, unlike torchsurv's. Hazards are summed as logarithms and cannot overflow.
     """
     device = log_hazard.device
     rows = event.nonzero()[:, 0]
@@ -340,11 +361,11 @@ def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
     times = time[rows]
     own = log_hazard[rows.to(device, non_blocking=True)]
 
-    # log of the hazard of all who are at risk at each event
+    # log of the summed hazard of all cases at risk at each event
     gone = (time < times[:, None]).to(device, non_blocking=True)
     total = log_hazard.expand(len(rows), -1).masked_fill(gone, -torch.inf).logsumexp(1)
 
-    # of d tied events the l-th (from 0) sees only 1 - l/d of their hazard
+    # Efron: in the risk set of the l-th (from 0) of d tied events, these d hazards have weight 1 - l / d
     tied = times == times[:, None]
     before = (tied.tril(-1).sum(1).double() / tied.sum(1)).to(total.dtype).to(device, non_blocking=True)
     untied = (~tied).to(device, non_blocking=True)
@@ -354,17 +375,13 @@ def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
 
 def log_likelihood(log_hazard: np.ndarray, time: np.ndarray, event: np.ndarray) -> float:
-    """Cox's partial log-likelihood."""
     return -float(cox_loss(*map(torch.from_numpy, (log_hazard, time, event)))) * event.sum()
 
 
 def fit_cox(
     x: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float | np.ndarray = 1.0, start=None, tolerance=1e-10
 ) -> np.ndarray:
-    """(n, k) numbers -> (k,) coefficients of a Cox model with penalty / 2 * b^2 on its log-likelihood, in float64.
-
-    penalty: one for all coefficients, or one for each. start: where the search begins. tolerance: of the gradient.
-    """
+    """Fit the coefficients b (k,) of a Cox model to x (n, k) in float64, with a ridge term penalty / 2 * b^2."""
     rows, *outcome, penalty = map(torch.as_tensor, (x, time, event, penalty))
     beta = torch.zeros(x.shape[1], dtype=torch.float64) if start is None else torch.tensor(start)
     options = {"max_iter": 500, "tolerance_grad": tolerance, "tolerance_change": 0}
@@ -376,7 +393,7 @@ def fit_cox(
         value.backward()
         return value
 
-    # by one thread, as their number may change the last bits
+    # one thread: the number of threads may change the last bits
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -387,9 +404,9 @@ def fit_cox(
 
 
 def fit_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[np.ndarray, float, float]:
-    """(coefficients, penalty, log-likelihood by folds) of a Cox model of x (n, k), the numbers of these cases.
+    """Fit a ridge Cox model to x (n, k). Returns (coefficients, penalty, log-likelihood).
 
-    The penalty is that of the best cross-validated partial likelihood (Verweij and van Houwelingen 1993) in 5 folds.
+    The log-likelihood is cross-validated in 5 folds (Verweij and van Houwelingen 1993); the penalty maximizes it.
     """
     time, event = report.outcome(data)
     fold = deal(data.cohort.case[data.rows], event, np.ones(len(x), bool), 5, seed)
@@ -406,9 +423,9 @@ def fit_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[
 
 
 def fit_cox_models(data: MultiGPUSurvivalDataset, clinical: int, seed: int) -> dict[str, dict]:
-    """Ridge Cox models of the clinical columns, which come first, of the image numbers, and of both; on all ranks.
+    """All ranks: fit ridge Cox models of the clinical columns, of the image measurements, and of both.
 
-    {name: beta (n,), 0 for what the model does not see; penalty; likelihood, see fit_ridge()}
+    clinical: number of clinical columns, which come first. Each "beta" (n,) is 0 for columns that the model ignores.
     """
     found = {}
     with du.agree_on_errors():
@@ -426,12 +443,12 @@ def fit_cox_models(data: MultiGPUSurvivalDataset, clinical: int, seed: int) -> d
 
 
 def known_cox_models(run: Run, data: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
-    """All ranks: the Cox models of the checkpoint, or of a new run, fitted to the training cases."""
+    """All ranks: return the checkpoint's Cox models or, in a new run, fit them."""
     return run.checkpoint["cox_models"] if run.checkpoint else fit_cox_models(data, clinical, run.args.seed)
 
 
 def strongest(models: dict[str, dict]) -> tuple[str, np.ndarray, float]:
-    """(name, coefficients, penalty) of the Cox model with the best likelihood by folds."""
+    """(name, coefficients, penalty) of the Cox model with the highest cross-validated likelihood."""
     name = max(models, key=lambda name: models[name]["likelihood"])
     return name, np.array(models[name]["beta"]), models[name]["penalty"]
 
@@ -439,12 +456,12 @@ def strongest(models: dict[str, dict]) -> tuple[str, np.ndarray, float]:
 def weigh_image(
     x: np.ndarray, image: np.ndarray, data: MultiGPUSurvivalDataset, linear: np.ndarray, penalty: float
 ) -> tuple[np.ndarray, float, float]:
-    """(coefficients of x, weight of the image part, chi2 that it adds to the likelihood).
+    """Estimate the image part's weight. Returns (coefficients of x, weight, chi2 of adding the image part).
 
-    x (n, k): columns; linear (k,): their ridge Cox model of this penalty, 0 for what it does not see. image (n,): what
-    networks that were not trained on a case say of it beyond the columns. Both go into one Cox model, which is shrunk
-    towards that of the columns by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). Where the image part is not
-    significant at 5 % (chi2 of 3.84), or points the wrong way, that of the columns is left.
+    linear (k,): ridge Cox model of the columns x (n, k), 0 for columns that it ignores. image (n,): image parts of the
+    log-hazards, each predicted by a network that was not trained on the case. A Cox model of columns and image part is
+    fitted, and its difference from `linear` is multiplied by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the
+    image part is not significant at 5 % (chi2 of 3.84) or has a negative coefficient, returns `linear` and weight 0.
     """
     seen = linear != 0
     before, scale = np.append(linear[seen], 0.0), image.std() or 1.0
@@ -461,30 +478,28 @@ def weigh_image(
     return weighed, float(shrunk[-1]) / scale, chi2
 
 
-# --- the step ---------------------------------------------------------------------------------------------------------
+# --- optimizer step ---------------------------------------------------------------------------------------------------
 
 
 def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace) -> None:
-    """Gradients of one optimizer step, the same for any number of ranks and leaves.
+    """Compute the gradients of one optimizer step, the same for any number of ranks and micro-batches.
 
-    The Cox loss has no parts that add up: each event's risk set is the whole step. So all ranks' log-hazards are put
-    together, every rank takes the loss of them all, and each micro-batch's part of the gradient goes back through the
-    model.
-    Where a rank has several micro-batches, they are passed forward once without memory and then again (Gao et al.
-    2021).
+    The Cox loss is not a sum over micro-batches, because the risk set of an event spans the global batch. So every rank
+    computes the loss from all ranks' log-hazards and backpropagates its gradient through its own micro-batches. With
+    several micro-batches, the log-hazards come from an extra forward pass without a graph (Gao et al. 2021).
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
     sizes, device = training.batch, training.ranks.device
     rows = data.rows_of(sampler.global_batch(position.samples), position.epoch)
     time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
-    # read before they are on the GPU, which would be waited for
+    # read on the host: after the copy to the GPU, tolist() would be a host-device sync
     cases = [batch["index"].tolist() for batch in step.batches]
     step.batches = [du.to_device(batch, device) for batch in step.batches]
     if args.augment and args.image == "volume":
         for batch, indices in zip(step.batches, cases, strict=True):
             batch["image"] = augment(batch["image"], indices, args.seed, position.epoch)
 
-    # all ranks must decide alike: DDP communicates in its forward pass
+    # all ranks must choose the same, because DDP communicates in its forward pass
     once = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
     if once:
         passed = [engine.wrapped(step.batches[0])]
@@ -502,7 +517,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for number, batch in zip(step.numbers or [0], step.micro_batches(), strict=True):
         output = passed[0] if once else engine.wrapped(batch)
         part = gradient[number * sizes.micro_batch_size :][: len(output)]
-        # the step's own numbers, entered once
+        # loss and events are those of the global batch, so log them only once
         step.backward(loss * (number == 0), events * (number == 0), through=(output, part))
 
 
@@ -513,10 +528,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 def predict_parts(
     model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run, args: Namespace
 ) -> np.ndarray:
-    """(n, 2) float64: what columns and image add to the log-hazards of all cases, in order, the same on all ranks.
-
-    Raises RunError for what is not finite.
-    """
+    """All ranks: predict log-hazards as (n, 2) float64 parts from columns and image. Raises RunError if non-finite."""
     model.eval()
     loader = du.create_distributed_dataloader(data, batch_size, train=False, num_workers=args.num_workers)
     rows, outputs = [], []
@@ -534,9 +546,9 @@ def predict_parts(
 
 
 def score_fold(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str, float]:
-    """Metrics of the validation fold as a whole, the same on all ranks."""
+    """All ranks: metrics of the validation fold."""
     metrics = {}
-    # rank 0 computes and tells the others, so that all take the same decisions
+    # broadcast from rank 0, so that all ranks make the same decisions
     if du.world()[0] == 0:
         loss = -log_likelihood(log_hazard, *report.outcome(sets["val"])) / report.outcome(sets["val"])[1].sum()
         metrics = {"val/loss": loss} | report.score(log_hazard, sets["val"], sets["all"], args.eval_years)
@@ -544,15 +556,15 @@ def score_fold(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str,
 
 
 def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """All ranks: metrics of the validation fold with the current weights."""
+    """All ranks: validate the current weights."""
     return score_fold(predict_parts(model, sets["val"], batch_size, run, args).sum(1), sets, args)
 
 
 def fit_rivals(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
-    """{name: (log-hazards of val, baseline)} of models that see columns alone: those of fit_cox_models() and a forest.
+    """Fit baseline models to the columns. Returns {name: (log-hazards of the validation set, baseline hazard)}.
 
-    In place of a random survival forest, which comes under the GPL, it is one on the martingale residuals of a model
-    that knows nothing (Therneau, Grambsch and Fleming 1990).
+    Random survival forests are under the GPL, so the forest is fitted to the martingale residuals of a null model
+    (Therneau, Grambsch and Fleming 1990).
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -582,11 +594,11 @@ def test(
     baseline: dict,
     unseen: np.ndarray | None,
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; (metrics, risks).
+    """All ranks: print the scores, write predictions and a figure. Returns (metrics, {model: log-hazards} on rank 0).
 
-    rivals: besides those of fit_rivals(). baseline: of these weights. Where it holds their `step` alone, the rest is
-    fitted here, to `unseen`: (n, 2) parts of the training cases' log-hazards by networks that were not trained on them,
-    or without it to those of this model.
+    rivals: baseline models besides those of fit_rivals(). baseline: content of baseline.json; if it has only `step`,
+    the rest is fitted to `unseen`, or to this model's predictions if `unseen` is None. unseen: (n, 2) parts of the
+    training cases' log-hazards, each predicted by a network that was not trained on the case.
     """
     own, known = (predict_parts(model, sets[name], batch_size, run, args) for name in ("val", "all"))
     metrics, risks = score_fold(own.sum(1), sets, args), {}
@@ -616,21 +628,20 @@ def test(
     return du.broadcast_object(metrics), risks
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- run --------------------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW over all parameters, those that are frozen at first included; of none where there is no image part."""
+    """AdamW over all parameters, including those frozen by --freeze_epochs."""
     parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(0))]
     return torch.optim.AdamW(parameters, args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
 def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
-    """read_cohort as the flags want it."""
     if path == "data/dataset.csv" and not Path(path).exists():
         raise InputError(
-            f"{path}: no such table; give --csv_path. No data yet? `make demo TASK=survival` makes some up and trains; "
-            "`python -m tools.sample_data survival data` only makes them up"
+            f"{path}: no such table; give --csv_path. No data yet? `make demo TASK=survival` generates one and trains; "
+            "`python -m tools.sample_data survival data` only generates it"
         )
     columns = {f"{kind}_column": getattr(args, f"{kind}_column") for kind in ("path", "time", "event", "id", "mask")}
     with du.agree_on_errors():
@@ -639,7 +650,7 @@ def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
 
 @dataclass
 class Inputs:
-    """What the model sees of a cohort: its columns (rows, n), of which the first are `clinical` ones, and volumes."""
+    """A cohort as model input. columns (rows, n): the first `clinical` are clinical, the others image measurements."""
 
     cohort: Cohort
     fitted: list[dict]
@@ -648,7 +659,7 @@ class Inputs:
     volumes: Volumes
 
     def sets(self, rows: dict[str, np.ndarray], args: Namespace) -> dict[str, MultiGPUSurvivalDataset]:
-        """A data set of each of these rows; of "train" what the smart cache has of "all"."""
+        """Return a data set for each entry of rows. "train" has the cases of "all", with the smart cache if enabled."""
         options = {"columns": self.columns, "volumes": self.volumes}
         sets = {name: MultiGPUSurvivalDataset(self.cohort, rows=part, **options) for name, part in rows.items()}
         if "all" in sets:
@@ -660,9 +671,9 @@ class Inputs:
 def read_inputs(
     cohort: Cohort, fitted: list[dict], rows: np.ndarray, args: Namespace, train: np.ndarray | None = None
 ) -> Inputs:
-    """All ranks: encode the columns of these rows and read all their volumes once, which also measures them.
+    """All ranks: encode the columns, and read the volumes of these rows once to check and measure them.
 
-    fitted: of fit_columns(). train: rows on which the image numbers are fitted, where `fitted` has none yet.
+    fitted: result of fit_columns(). train: a new run's training rows, which image measurements are standardised on.
     """
     names = ("image_size", "hu_window", "spacing", "mask_margin", "cache_dir")
     mask_mode = args.mask_column and args.mask_mode
@@ -686,7 +697,7 @@ def read_inputs(
 
 
 def largest_batch(model: RiskNet, size: int) -> dict:
-    """Made-up cases of one micro-batch."""
+    """Synthetic micro-batch."""
     return {
         "image": torch.zeros(size, *model.shape, dtype=torch.float16),
         "columns": torch.zeros(size, len(model.linear)),
@@ -694,7 +705,6 @@ def largest_batch(model: RiskNet, size: int) -> dict:
 
 
 def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
     log_hazard = model(du.to_device(batch, next(model.parameters()).device))
     size = len(log_hazard)
     cox_loss(log_hazard, 1.0 + torch.arange(size), torch.ones(size, dtype=torch.bool)).backward()
@@ -703,14 +713,14 @@ def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
 def begin_training(
     run: Run, model: RiskNet, inputs: Inputs, sets: dict, precision: str, cox_models: dict[str, dict], described: str
 ) -> tuple[Training, DataLoader]:
-    """All ranks: the linear part becomes the strongest Cox model, and the training begins; with its loader."""
+    """All ranks: set a new run's linear part to the strongest Cox model; return the Training and its loader."""
     args, ranks, train = run.args, run.ranks, sets["all"]
     name, beta, penalty = strongest(cox_models)
     if not run.checkpoint:
         model.linear.copy_(torch.from_numpy(beta))
     batch_size, effective = args.batch_size, args.effective_batch_size
     if not run.checkpoint and not effective:
-        # the guide's batch is that of all GPUs
+        # guide 2's --batch_size is the total over all GPUs
         effective = batch_size * args.gradient_accumulation_steps
         batch_size = math.ceil(batch_size / ranks.world_size)
     batch = run.plan_batches(
@@ -721,7 +731,7 @@ def begin_training(
     ):
         raise InputError("--norm batch: a step must be one pass of each GPU; lower --batch_size, or --norm group")
     if args.norm == "batch" and ranks.world_size > 1:
-        # not before, as the ranks try batches by themselves
+        # SyncBatchNorm must wait for plan_batches(), where each rank tries batches on its own
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(
@@ -748,7 +758,7 @@ def begin_training(
 
 
 def train_epochs(training: Training, model: RiskNet, loader: DataLoader, sets: dict | None = None) -> int:
-    """All ranks: train to the end of the run, evaluating `sets` after each epoch; exit code after a signal, or 0."""
+    """All ranks: train to the end, evaluating `sets` after each epoch. Returns a stop signal's exit code, or 0."""
     run, args = training.run, training.args
     while not training.is_over():
         frozen = run.position.epoch < args.freeze_epochs
@@ -773,11 +783,11 @@ def train_epochs(training: Training, model: RiskNet, loader: DataLoader, sets: d
 def weigh_by_folds(
     training: Training, inputs: Inputs, train: MultiGPUSurvivalDataset, precision: str, cox_models: dict[str, dict]
 ) -> tuple[int, dict, np.ndarray | None]:
-    """All ranks: find what the image part is worth on training cases that it was not trained on.
+    """All ranks: estimate the image part's weight by cross-validation within the training fold.
 
-    --inner_folds times a network learns from all training cases but one part, as a run in a folder inner_..., which
-    resumes as one. Returns (exit code after a signal, weigh_image()'s results by name, (n, 2) parts of the
-    training cases' log-hazards by networks that have not seen them).
+    Each of the --inner_folds networks is trained in a run folder of its own and can be resumed. Returns (a stop
+    signal's exit code or 0, weigh_image()'s results by name, (n, 2) parts of the training cases' log-hazards, each
+    predicted by the network that was not trained on the case).
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     fold = deal(cohort.case[rows], cohort.event[rows], np.ones(len(rows), bool), args.inner_folds, args.seed)
@@ -786,7 +796,7 @@ def weigh_by_folds(
     own |= {"gpu_shares": ",".join(map(str, sizes.gpu_shares)), "resume_from": "auto" if args.resume_from else None}
     own |= {"max_steps": 0, "profile": None, "wandb": None}
     for left_out in range(1, args.inner_folds + 1):
-        du.print_main(f"\n--- what the image adds: inner fold {left_out} of {args.inner_folds}")
+        du.print_main(f"\n--- weight of the image part: inner fold {left_out} of {args.inner_folds}")
         own["output_dir"] = f"{args.output_dir}/inner_{left_out}_of_{args.inner_folds}"
         run = Run(FORMAT, with_flags(args, **own), ranks, ADVICE, MODEL_FLAGS)
         sets = inputs.sets({"all": rows[fold != left_out], "val": rows[fold == left_out]}, args)
@@ -798,7 +808,7 @@ def weigh_by_folds(
             code = train_epochs(inner, network, loader)
             if not code:
                 held_out = predict_parts(network, sets["val"], inner.batch.micro_batch_size, run, args)[:, 1]
-                # dropped: each network's own constant, which carries no information
+                # each network's constant offset carries no information
                 image[fold == left_out] = held_out - held_out.mean()
         late = inner.signalled() or training.signalled()
         if late and not code:
@@ -810,14 +820,14 @@ def weigh_by_folds(
     with du.agree_on_errors():
         found = weigh_image(x, image, train, *strongest(cox_models)[1:]) if ranks.is_main else None
     linear, weight, chi2 = du.broadcast_object(found)
-    effect = f"counts {weight:.2f}" if weight else "adds nothing, and the network is the Cox model of its columns"
-    du.print_main(f"the image, on cases that it was not trained on: chi2 {chi2:.1f}; it {effect}")
+    effect = f"its weight is {weight:.2f}" if weight else "it adds nothing, so the Cox model of the columns remains"
+    du.print_main(f"image part on cases that its network was not trained on: chi2 {chi2:.1f}; {effect}")
     found = {"linear": linear.tolist(), "image_weight": weight, "image_chi2": chi2}
     return 0, found, np.column_stack([x @ linear, weight * image])
 
 
 def weigh_parts(model: RiskNet, weighed: dict | None) -> None:
-    """Weigh the model's parts as weigh_by_folds() found, or as baseline.json says; without either they stay."""
+    """Set the linear part and the image weight from weigh_by_folds() or baseline.json, if given."""
     if weighed:
         model.linear.copy_(torch.tensor(weighed["linear"], dtype=torch.float64))
         model.image_weight.fill_(weighed["image_weight"])
@@ -826,25 +836,27 @@ def weigh_parts(model: RiskNet, weighed: dict | None) -> None:
 def score_checkpoint(
     model: RiskNet, sets: dict, run: Run, args: Namespace, cox_models: dict[str, dict], rivals: dict[str, tuple]
 ) -> None:
-    """--eval_only. Raises InputError where the validation fold has cases that the model was trained on."""
+    """--eval_only: test the checkpoint. Raises InputError if it was trained on cases of the validation fold."""
     seen = set(sets["val"].cohort.case[sets["val"].rows]) & set(run.checkpoint["trained_cases"])
     if seen:
         raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
     baseline = report.read_baseline(run.folder, run.position.step)
     weigh_parts(model, baseline)
     if not baseline:
-        du.print_main("warning: not the weights that the run ended with: the image part is not weighed")
+        du.print_main("warning: these are not the run's final weights, so the image part keeps its weight of 1")
     baseline = baseline or {"step": run.position.step}
     metrics, _ = test(model, sets, run.micro_batch_size, run, args, "val", cox_models, rivals, baseline, None)
     run.write_summary("eval_val", metrics)
 
 
 def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str) -> tuple[int, tuple | None]:
-    """One fold from start to end; (exit code, (metrics, validation set, risks by model), None after a signal)."""
+    """Train and test one fold. Returns (exit code, results).
+
+    results: (metrics, validation set, {model: log-hazards}); None after a stop signal and for --eval_only.
+    """
     cross_validates = args.folds and args.val_fold
-    # nothing is written before the Training, so every mistake is reported before a run is touched
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # with the checkpoint's model flags
+    # on resume, the model flags come from the checkpoint
     args, is_new = run.args, run.checkpoint is None
     cohort = read_table(args.csv_path, args)
     with du.agree_on_errors():
@@ -858,7 +870,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
     with du.agree_on_errors():
         weights = (run.checkpoint or {}).get("model")
         model = build_model(args, precision, ranks.device, inputs.columns.shape[1], weights)
-    # frees the checkpoint's copy
+    # a reference would keep these weights in memory
     del weights
     cox_models = known_cox_models(run, sets["all"], inputs.clinical)
     if args.eval_only:
@@ -876,8 +888,8 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
         weighed, unseen = {}, None
         events = cohort.event[train].sum()
         if events < 4 * args.inner_folds and steps:
-            du.print_main(f"warning: {events} events are too few to weigh the image part; it counts 1")
-        # not where --max_steps has cut the training short
+            du.print_main(f"warning: {events} events are too few to weight the image part; its weight stays 1")
+        # weight the image part only at the planned end, not where --max_steps stops the run
         elif args.inner_folds and 0 < run.position.step == steps:
             training.flush()
             code, weighed, unseen = weigh_by_folds(training, inputs, sets["all"], precision, cox_models)
@@ -895,14 +907,14 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
         if not cross_validates and last is not None:
             results["val/c_index_last"] = last
         training.finish(results)
-        # a signal since the last step: a single run is done, of a cross-validation no further fold begins
+        # after a late stop signal, a cross-validation must not begin another fold
         code = training.signalled() if cross_validates else 0
     return code, (results, sets["val"], risks)
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, described: str) -> int:
-    """--folds: all of them, --repeats times, each scored at its last epoch; what they give together."""
-    # rank 0 looks, as another may see an older state of a shared folder
+    """Train and test all folds, --repeats times. Returns a stop signal's exit code, or 0."""
+    # rank 0 decides: other ranks may see an outdated state of a shared folder
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
     results = []
@@ -922,7 +934,7 @@ def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, described: 
 
 
 def predict(args: Namespace, ranks: du.Ranks, precision: str) -> None:
-    """--predict: the mean log-hazard of all models in the folder (the folds of a cross-validation), or of one."""
+    """--predict: write the log-hazards of one model, or their mean over a cross-validation's models."""
     folders = [] if args.resume_from else du.broadcast_object(report.folds_of(Path(args.output_dir)))
     risks, trained = [], set()
     for folder in folders or [Path(args.output_dir)]:
@@ -944,7 +956,6 @@ def predict(args: Namespace, ranks: du.Ranks, precision: str) -> None:
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train one fold or all of them, or --eval_only, or --predict; returns the exit code."""
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     if args.predict:
         predict(args, ranks, precision)
@@ -955,7 +966,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    # without --world_size: one for each GPU, which only torch can count
+    # without --world_size, one process per GPU, which only torch can count
     launch_workers(args.world_size or torch.cuda.device_count())
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

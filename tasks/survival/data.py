@@ -1,9 +1,9 @@
-"""A survival cohort: its table, its folds, its clinical columns, and its CT volumes as a data set.
+"""A survival cohort: its table, folds, clinical columns, and CT volumes as a PyTorch data set.
 
 dataset = MultiGPUSurvivalDataset("data/dataset.csv", use_smart_cache=True)
 loader = create_distributed_dataloader(dataset, batch_size=8)
 for epoch in range(epochs):
-    loader.batch_sampler.set_position(epoch)  # a new order, and with SmartCache other cases
+    loader.batch_sampler.set_position(epoch)  # a new order and, with the smart cache, other cases
     for batch in loader: ...                  # image (B, 1, X, Y, Z) float16 in 0..1, time in years, event, error
 """
 
@@ -32,16 +32,16 @@ from utils.cli import InputError, first_line, refuse
 from utils.volumes import files_of, read_volume, stamp
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
-# what each column may be called, in any case of letters
+# accepted column names, case-insensitive
 COLUMNS = {
     "path": ("NIFTI Path", "nifti_path", "image_path", "path"),
     "time": ("time", "survival_time"),
     "event": ("event",),
     "id": ("case_num", "patient_id", "case_id", "case", "subject_id", "patient", "mrn"),
 }
-# labels of a fold column that are neither trained nor validated on
+# fold labels of rows used neither for training nor for validation
 HELD_OUT = ("test", "holdout", "hold-out", "")
-# what Volumes.read() measures, as columns of the table; those of the mask are blank where it is empty
+# image measurements of Volumes.read(), added to the table as columns; those of an empty mask are NaN
 NUMBERS = (
     "image: log mm3 above 130 hu", "image: log parts above 130 hu", "image: mean hu", "image: log mask mm3",
     "image: log mask mm2", "image: log mask diameter mm", "image: mean hu in mask", "image: sd of hu in mask",
@@ -52,9 +52,9 @@ NUMBERS = (
 
 @dataclass
 class Cohort:
-    """The rows of a table: where each stands (`file:row`), whose it is, its volume and mask ("": none), its outcome.
+    """The rows of a table. source: `file:row`. path, mask: "" if there is none. time: years, NaN if unknown.
 
-    time: years, NaN where unknown. table: the text of all columns, by name in small letters.
+    table: the text of all columns, by lower-case name.
     """
 
     source: list[str]
@@ -78,10 +78,10 @@ def read_cohort(
     mask_column: str | None = None,
     **given: str | None,
 ) -> Cohort:
-    """All rows of a table, checked. Raises InputError naming all that are wrong.
+    """Read and check all rows of a table. Raises InputError naming the bad rows.
 
-    Paths start at data_dir, by default the table's folder; absolute ones may lead anywhere. outcome False: rows may
-    lack time and event. image False: no volume is needed. given: path_column="scan" and so on, for other names.
+    data_dir: folder of relative paths; default: the table's. outcome False: rows may lack time and event. image False:
+    rows need no volume. given: column names that are not in COLUMNS, such as path_column="scan".
     """
     rows = tables.read_table(Path(csv_path))
 
@@ -132,7 +132,7 @@ def _number(text: str) -> float:
 
 
 def _resolve(name: str, root: str, source: str) -> str:
-    """The full path of a cell, "" for a blank one. Raises InputError for a relative one that leaves the data."""
+    """Return a cell's absolute path, "" if blank. Raises InputError if a relative path leaves the data folder."""
     path = os.path.normpath(os.path.join(root, name.replace("\\", "/"))) if name else ""
     if name and not os.path.isabs(name) and os.path.commonpath([root, path]) != root:
         raise InputError(f"{source}: {name} lies outside {root}; give the folder that holds it with --data_dir")
@@ -142,16 +142,16 @@ def _resolve(name: str, root: str, source: str) -> str:
 def choose_fold(
     cohort: Cohort, fold_column: str, train: str, val: str | None, count: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(rows to train on, rows to validate on): by a column's labels, or one of `count` folds that are made here.
+    """Return (training rows, validation rows), from a column's labels, or from `count` folds made by deal().
 
-    Made folds keep a case whole and deal the events out evenly. Where no row has the label `train`, all train that are
-    neither validated nor held out. Raises InputError for folds that nothing can be learned on, or that share a case.
+    If no row has the label `train`, every row that is neither in the validation fold nor held out is used for training.
+    Raises InputError if a fold has no event before the end of follow-up, or if the two share a case or volume.
     """
     place = cohort.source[0].rpartition(":")[0]
     if count:
         marks = cohort.table.get(fold_column.lower())
         held = np.zeros(len(cohort), bool) if marks is None else marks.str.lower().isin(HELD_OUT[:-1]).to_numpy()
-        # what a fold column holds out belongs to no fold
+        # held-out rows belong to no fold
         number = deal(cohort.case, cohort.event, ~held, count, seed)
         labels, is_train = np.where(held, HELD_OUT[0], number.astype(str)), np.zeros(len(cohort), bool)
         val = val or "1"
@@ -178,11 +178,11 @@ def choose_fold(
 
 
 def deal(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """(rows,) numbers 1 to count: folds that keep a case whole and deal out the events of the rows in use evenly."""
+    """Assign folds 1 to count to rows. Rows of a case stay together; events of used rows are spread evenly."""
     names, place = np.unique(case, return_inverse=True)
     has_event, dealt = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
     order = np.random.default_rng(seed % 2**63).permutation(len(names))
-    # those with events first, those that are not used last
+    # cases with events first, unused cases last
     order = order[np.lexsort((~has_event[order], ~dealt[order]))]
     number = np.empty(len(names), int)
     number[order] = np.arange(len(names)) % count + 1
@@ -193,10 +193,9 @@ def deal(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: int, seed
 
 
 def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict]:
-    """How each clinical column becomes numbers, by these (training) rows alone. Raises InputError.
+    """Fit each column's encoding to these (training) rows: mean and SD if it holds numbers, otherwise its levels.
 
-    A column of numbers is standardised; any other gets one number for each of its levels, of which there may be as many
-    as a tenth of the rows, or five.
+    Raises InputError for columns that are blank, mix numbers with text, or have too many levels.
     """
     columns, problems = [], []
     everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
@@ -227,10 +226,10 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
 
 
 def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
-    """(rows, numbers) float32 of fit_columns' columns; each column's last number says that a cell is blank.
+    """Encode columns with the result of fit_columns(), as (rows, n) float32. Raises InputError for text among numbers.
 
-    Numbers are standardised, 0 where blank. A level is 1 in its own place; one that training did not have is 1 in the
-    place before the last. Raises InputError for texts among numbers.
+    Numbers are standardised, 0 if blank. Levels are one-hot encoded, followed by an indicator of unknown levels. Every
+    column ends with an indicator of blank cells.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
@@ -250,7 +249,7 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
             if unknown.any():
                 known = ", ".join(column["levels"][:9])
                 du.print_main(
-                    f"{column['name']}: {unknown.sum()} of {len(cohort)} rows have no level of training's: {known}"
+                    f"{column['name']}: {unknown.sum()} of {len(cohort)} rows have none of the training levels: {known}"
                 )
             parts += [levels, unknown[:, None]]
         parts.append(blank[:, None])
@@ -262,11 +261,10 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
 
 @dataclass
 class Volumes:
-    """Reads volumes: (C, X, Y, Z) float16, HU windowed to 0..1; what was read is kept on disk at that size.
+    """Reader of volumes as (C, X, Y, Z) float16, HU windowed to 0..1, with a disk cache of the resized volumes.
 
-    Axes turned to `orientation` (None: as in the file); resampled by MONAI to `spacing` (mm) where given. mask_mode:
-    "crop" cuts out the box around the mask with mask_margin mm on all sides, "channel" adds the mask as a second
-    channel. A mask that is empty crops nothing.
+    orientation: None keeps the axes of the file. spacing: voxel size in mm to resample to. mask_mode: "crop" crops to
+    the mask's bounding box plus mask_margin mm, unless the mask is empty; "channel" adds the mask as a second channel.
     """
 
     image_size: Sequence[int] = (256, 256, 64)
@@ -278,10 +276,10 @@ class Volumes:
     cache_dir: str | None = None
 
     def load(self, path: str, mask: str = "", numbers: bool = False) -> Tensor:
-        """The volume of a path, see read_volume; or its numbers, see read(). Raises InputError and ValueError."""
+        """Load a volume or its numbers, see read(), through the disk cache. Raises InputError and ValueError."""
         kept = None
         if self.cache_dir:
-            # another one for another size, time of change or setting
+            # the key covers the files, their modification times, all settings, and the version of read(), 3
             files = [file for name in (path, mask) if name for file in files_of(name)]
             key = hashlib.sha256(f"{stamp(files)}{self}3".encode()).hexdigest()
             kept = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
@@ -296,7 +294,7 @@ class Volumes:
                 temporary.replace(file)
             except OSError as error:
                 warnings.warn(
-                    f"{self.cache_dir}: cannot be written ({error.strerror}); volumes are read anew", stacklevel=1
+                    f"{self.cache_dir}: cannot be written ({error.strerror}); volumes are not cached", stacklevel=1
                 )
                 with contextlib.suppress(OSError):
                     temporary.unlink()
@@ -304,7 +302,7 @@ class Volumes:
         return both[not numbers]
 
     def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
-        """(volume, numbers): NUMBERS, NaN where there is no mask, and the file's Volume.summary()."""
+        """Return (volume, numbers). numbers: NUMBERS, NaN for those of a missing mask; the file's Volume.summary()."""
         volume, summary = self._open(path, "bilinear")
         if volume.min() == volume.max():
             raise ValueError("holds one value everywhere")
@@ -334,7 +332,7 @@ class Volumes:
         return torch.cat([resize(channel, self.image_size) for channel in channels]).to(torch.float16), numbers
 
     def _open(self, path: str, mode: str) -> tuple[Tensor, np.ndarray]:
-        """((1, X, Y, Z) float32 with its affine, turned and resampled; summary of the file)."""
+        """Read a file as a float32 MetaTensor (1, X, Y, Z), reoriented and resampled, and its Volume.summary()."""
         from monai.data import MetaTensor
         from monai.transforms import Spacing
 
@@ -346,10 +344,10 @@ class Volumes:
 
 
 def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
-    """Of a mask (X, Y, Z): log mm3, log mm2 of its surface, log of its longest diameter in mm; mean and SD of its HU.
+    """Measure a mask (X, Y, Z): log volume (mm3), log surface (mm2), log diameter (mm), mean and SD of HU inside it.
 
-    The surface is MONAI's, of a mesh; the diameter is the longest distance between corners of voxels. The sphericity is
-    not among them, as its logarithm is a sum of the first two. NaN for an empty mask.
+    NaN if the mask is empty. The surface is that of MONAI's mesh, the diameter the longest distance between voxel
+    corners. Sphericity is left out, because its logarithm is a linear function of the first two.
     """
     from monai.metrics.utils import get_mask_edges
     from scipy.spatial import ConvexHull
@@ -366,7 +364,7 @@ def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
 
 
 def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
-    """(1, X, Y, Z) -> (1, *size): means of what falls together along an axis that shrinks, linear where one grows."""
+    """Resize (1, X, Y, Z) to (1, *size): average along axes that shrink, interpolate linearly along axes that grow."""
     smaller = [min(old, new) for old, new in zip(volume.shape[1:], size, strict=True)]
     volume = F.interpolate(volume[None], smaller, mode="area")
     if smaller != [*size]:
@@ -375,9 +373,10 @@ def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
 
 
 def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor:
-    """(B, C, X, Y, Z), each flipped along each axis and turned by quarters (where X equals Y), on its device.
+    """Flip images (B, C, X, Y, Z) along random axes and, if X equals Y, rotate them in-plane by quarter turns.
 
-    A function of (seed, epoch, case), so that neither the number of GPUs nor a resume changes it.
+    Flips and rotations depend only on (seed, epoch, index), so they are the same for any number of GPUs and after a
+    resume. indices: rows of the cohort.
     """
     changed = []
     for image, index in zip(images, indices, strict=True):
@@ -392,12 +391,12 @@ def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor
 
 
 class MultiGPUSurvivalDataset(Dataset):
-    """Cases of one fold: index (row of the cohort), error, time (years), event, image, and columns where given.
+    """Cases as dicts of index (row of the cohort), time (years), event, error ("" if usable), image and columns.
 
-    With use_smart_cache an epoch goes through a part of the cases, cache_rate of them, which lie in a memory that all
-    processes of a machine share; after each epoch those that came first, replace_rate of the part, give way to others.
-    Which cases an epoch has is a function of (seed, epoch), so neither the number of GPUs nor a resume changes it.
-    MONAI's SmartCacheDataset, after which it is made, keeps a copy in each process and forgets its place.
+    With use_smart_cache, an epoch covers a share `cache_rate` of the cases, in memory shared by all processes of a
+    machine; a share `replace_rate` of them is replaced after each epoch, oldest first. The cases of an epoch depend
+    only on (seed, epoch), so neither the number of GPUs nor a resume changes them. MONAI's SmartCacheDataset keeps a
+    copy in each process and cannot resume.
     """
 
     def __init__(
@@ -414,9 +413,9 @@ class MultiGPUSurvivalDataset(Dataset):
         seed: int = 0,
         **options,
     ):
-        """csv_path: the table, or what read_cohort gave. rows: which of it; left out, those with the label `fold`.
+        """All ranks. csv_path: a table or the result of read_cohort(). rows: by default those with the label `fold`.
 
-        columns: of all rows, see encode_columns. options: of read_cohort. All ranks make one together.
+        columns: result of encode_columns(), for all rows of the table. options: arguments of read_cohort().
         """
         self.cohort = csv_path if isinstance(csv_path, Cohort) else read_cohort(csv_path, **options)
         if rows is None:
@@ -431,23 +430,23 @@ class MultiGPUSurvivalDataset(Dataset):
             shape = self.cached, 1 + (self.volumes.mask_mode == "channel"), *self.volumes.image_size
             shared = du.share_bytes(8 * self.cached + 2 * math.prod(shape))
             if shared is None:
-                du.print_main("warning: no room for the smart cache; volumes are read anew")
+                du.print_main("warning: no room for the smart cache; volumes are loaded again in each epoch")
             else:
-                # of each place: 1 + the number of the case that lies there, and its volume
+                # for each slot: 1 + the number of its case (0 if empty), and the volume of its case
                 known, volumes = np.split(shared, [8 * self.cached])
                 self.memory = known.view(np.int64), volumes.view(np.float16).reshape(shape)
 
     def __len__(self) -> int:
-        """Cases of an epoch."""
+        """Number of cases in an epoch."""
         return self.cached
 
     def numbers(self, indices, epoch: int) -> np.ndarray:
-        """Which case since the beginning each index of an epoch is; modulo the cases, its place in `rows`."""
+        """Map indices of an epoch to running numbers over all epochs; modulo len(rows) they are positions in rows."""
         moved = epoch * self.replaced if self.cached < len(self.rows) else 0
         return np.asarray(indices) + moved
 
     def rows_of(self, indices, epoch: int) -> np.ndarray:
-        """The rows of the cohort that indices of an epoch stand for."""
+        """Map indices of an epoch to rows of the cohort."""
         return self.rows[self.numbers(indices, epoch) % len(self.rows)]
 
     def __getitem__(self, index: int) -> dict:
@@ -461,7 +460,7 @@ class MultiGPUSurvivalDataset(Dataset):
             try:
                 item["image"] = self._volume(row, number)
             except Exception as reason:
-                # NaN, so that no loop takes it for an image by mistake
+                # NaN, so that a loop that ignores `error` cannot train on an unusable image
                 shape = 1 + (self.volumes.mask_mode == "channel"), *self.volumes.image_size
                 item["image"] = torch.full(shape, math.nan, dtype=torch.float16)
                 error = fault_of(cohort, row, reason)
@@ -478,9 +477,9 @@ class MultiGPUSurvivalDataset(Dataset):
         return torch.from_numpy(volumes[place].copy())
 
     def check(self, threads: int) -> list[str]:
-        """All ranks: read every volume once, by threads, into what is kept on disk; what is wrong with which.
+        """All ranks: read every volume once, into the disk cache. Returns an error line for each unusable volume.
 
-        Where nothing is, the cohort's table has their NUMBERS, and summaries (cases, 6) what their files say.
+        If there are none, sets NUMBERS in the cohort's table, and self.summaries (cases, 6), see Volume.summary().
         """
         rank, world_size = du.world()
         cohort = self.cohort
@@ -513,7 +512,6 @@ class MultiGPUSurvivalDataset(Dataset):
 
 
 def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:
-    """The line that tells of an unusable volume."""
     if isinstance(error, InputError):
         return f"{cohort.source[row]}: {error}"
     advice = f"cannot be used ({first_line(error)}); replace it or remove the row"

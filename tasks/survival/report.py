@@ -1,4 +1,4 @@
-"""What a survival run tells: scores with intervals, the rivals' beside them, predictions.csv, and one figure."""
+"""Results of a survival run: scores with intervals, compared with baseline models, predictions.csv and a figure."""
 
 import json
 from pathlib import Path
@@ -24,9 +24,9 @@ def outcome(data: MultiGPUSurvivalDataset) -> tuple[ndarray, ndarray]:
 
 
 def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> ndarray:
-    """P(T > t) at the times `at`; with censoring that of the censoring time, events going first where both tie.
+    """Kaplan-Meier estimate of P(T > t) at the times `at`. torchsurv's version refuses groups without an event.
 
-    torchsurv's refuses a group without an event, such as the third of the patients with the lowest risk.
+    censoring: estimate the distribution of censoring times instead; at ties, events come before censoring.
     """
     times, place = np.unique(time, return_inverse=True)
     events, counts = np.bincount(place, weights=event), np.bincount(place)
@@ -36,13 +36,10 @@ def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> 
 
 
 def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
-    """The cumulative baseline hazard of the training fold by Breslow (1974), as logarithms, which never overflow.
-
-    until: the end of the follow-up.
-    """
+    """Breslow's (1974) cumulative baseline hazard, in logarithms to avoid overflow. until: end of follow-up."""
     time, event = outcome(data)
     times, events = np.unique(time[event], return_counts=True)
-    # the hazard of all who are at risk at each time, summed from the last case on
+    # log of the summed hazard of the cases at risk at each time, accumulated from the latest time backwards
     order = np.argsort(-time, kind="stable")
     total = np.concatenate([[-np.inf], np.logaddexp.accumulate(log_hazard[order])])
     at_risk = total[np.searchsorted(-time[order], -times, side="right")]
@@ -55,9 +52,9 @@ def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
 
 
 def fit_reference(parts: ndarray, data: MultiGPUSurvivalDataset) -> dict:
-    """What a patient is told from: fit_baseline(), and the percentiles 0 to 100 of the training patients' risks.
+    """Fit the baseline hazard and the percentiles 0 to 100 of the risk to the training patients' centred log-hazards.
 
-    parts: (n, 2), of columns and image. Log-hazards are counted from their mean.
+    parts: (n, 2) parts of the log-hazards, from columns and image.
     """
     log_hazard = (parts - parts.mean(0)).sum(1)
     percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
@@ -65,7 +62,7 @@ def fit_reference(parts: ndarray, data: MultiGPUSurvivalDataset) -> dict:
 
 
 def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
-    """(n, len(at)): S(t|x) = exp(-H0(t) exp(log_hazard)); NaN beyond the follow-up."""
+    """Survival probabilities S(t|x) = exp(-H0(t) exp(log_hazard)), (n, len(at)); NaN beyond the follow-up."""
     steps = np.concatenate([[-np.inf], baseline["log_hazard"]])
     hazard = steps[np.searchsorted(baseline["time"], at, side="right")] + log_hazard[:, None]
     with np.errstate(over="ignore"):
@@ -76,9 +73,8 @@ def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
 
 
 def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndarray, group: ndarray) -> ndarray:
-    """Harrell's C, see concordance(), of each resample of resample_cases(); NaN without a comparable pair."""
+    """Harrell's C within groups for each resample of resample_cases(); NaN without a comparable pair."""
     first, comes_first, in_order = compare(log_hazard, time, event, group)
-    # how often each pair is in a resample
     pairs, right = (
         (counts[:, first] * (counts @ table.astype(np.float32).T)).sum(1, dtype=float)
         for table in (comes_first, comes_first * in_order)
@@ -87,16 +83,17 @@ def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndar
 
 
 def concordance(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray | None = None) -> float:
-    """Harrell's C: the share in the right order of all pairs within a group of which one is known to come first.
-
-    Equal log-hazards count half; NaN without such a pair.
-    """
+    """Harrell's C over the comparable pairs within groups; ties of log-hazards count half. NaN without such pairs."""
     _, comes_first, in_order = compare(log_hazard, time, event, np.zeros(len(time)) if group is None else group)
     return float((comes_first * in_order).sum() / comes_first.sum()) if comes_first.any() else np.nan
 
 
 def compare(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-    """(rows with an event; (events, rows) whether it is known to come first in its group; 1, .5 or 0: so predicted)."""
+    """Compare each row that has an event with all rows. Returns (rows with an event, comes_first, in_order).
+
+    comes_first (events, rows): whether the event is known to precede a row of its group. in_order (events, rows):
+    whether the log-hazards predict this order, 0.5 if they are equal.
+    """
     first = np.flatnonzero(event)
     comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
     in_order = (log_hazard[first, None] > log_hazard) + 0.5 * (log_hazard[first, None] == log_hazard)
@@ -111,9 +108,10 @@ def score(
     baseline: dict | None = None,
     name: str = "val",
 ) -> dict[str, float]:
-    """The whole fold at once, in float64: C (Harrell, Uno), AUC and, with a baseline, Brier scores; by torchsurv.
+    """C (Harrell, Uno), AUC and, with a baseline hazard, Brier scores of a fold, by torchsurv in float64.
 
-    The weights against censoring are the training fold's. What is undefined, as beyond the follow-up, is left out.
+    The inverse probability of censoring weights come from the training fold. Undefined scores, such as those beyond the
+    follow-up, are left out.
     """
     from torchsurv.metrics.auc import Auc
     from torchsurv.metrics.brier_score import BrierScore
@@ -131,7 +129,7 @@ def score(
     metrics = {"c_index": float(ConcordanceIndex()(*cases))}
     metrics["c_index_uno"] = float(ConcordanceIndex()(*cases, weight=uno))
 
-    # horizons within the follow-up, each with cases and controls
+    # AUC needs cases and controls at each horizon
     years = [year for year in years if year < end and (event & (time <= year)).any()]
     if years:
         at = torch.tensor(years, dtype=torch.float64)
@@ -152,13 +150,13 @@ def score(
 
 
 def true_risk(val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
-    """{"true_risk": ...}: of made-up data what the outcomes were drawn with; {} of any other."""
+    """Return {"true_risk": ...} for synthetic data: the log-hazards that outcomes were drawn from; otherwise {}."""
     truth = val.cohort.table.get("true_log_hazard")
     return {} if truth is None else {"true_risk": (pd.to_numeric(truth).to_numpy(float)[val.rows], None)}
 
 
 def strata(cohort: Cohort, column: str | None, rows: ndarray) -> ndarray | None:
-    """The values of --stratum_column of these rows, as numbers; None without it. Raises InputError."""
+    """Values of --stratum_column in these rows, as integers; None without the flag. Raises InputError."""
     if not column:
         return None
     everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
@@ -168,10 +166,10 @@ def strata(cohort: Cohort, column: str | None, rows: ndarray) -> ndarray | None:
 def compare_models(
     risks: dict[str, ndarray], time: ndarray, event: ndarray, case: ndarray, fold: ndarray, stratum: ndarray | None
 ) -> tuple[dict[str, dict], pd.DataFrame]:
-    """C of each model over the pairs within folds, with the paired test of the first against each other.
+    """C of each model over the pairs within folds, and a paired test of the first model against every other.
 
-    All arrays have a row a case, several where folds are repeated; patients are drawn anew within the first fold they
-    are in. Returns ({name: scores}, the table's columns).
+    Arrays have one row per case and repeat. Cases are resampled within the first fold in which they occur. Returns
+    ({name: scores}, table).
     """
     counts = resample_cases(case, fold)
     scores, rows, own = {}, {}, None
@@ -198,17 +196,16 @@ def compare_models(
 
 
 def key_of(model: str) -> str:
-    """Where summary.json has a model's scores."""
+    """Prefix of a model's scores in summary.json."""
     return "val" if model == "network" else f"val/rival/{model}"
 
 
 def print_table(
     title: str, models: dict[str, tuple], sets: dict, years: list[float], stratum_column: str | None
 ) -> dict[str, float]:
-    """Rank 0: print the scores of the network, which is the first of `models`, and of its rivals; returns all by name.
+    """Rank 0: print the scores of the network and the baseline models; returns all scores by name.
 
-    models: {name: (log-hazards, baseline)}. The last columns are the network's C above that of each rival, with its
-    interval in resamples of the same cases, and the two-sided p value of no difference.
+    models: {name: (log-hazards, baseline hazard)}, the network first. The test is paired and two-sided.
     """
     val = sets["val"]
     risks = {name: risk for name, (risk, _) in models.items()}
@@ -231,7 +228,7 @@ def print_table(
 
 
 def folds_of(folder: Path) -> list[Path]:
-    """The run folders of a finished cross-validation, none of anything else."""
+    """Run folders of a finished cross-validation; [] for any other folder."""
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     repeats, folds = (range(1, 1 + summary.get(name, 0)) for name in ("repeats", "folds"))
@@ -239,12 +236,13 @@ def folds_of(folder: Path) -> list[Path]:
 
 
 def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
-    """Rank 0: C over the pairs within folds of each model, of the mean risk of all repeats too; spread of the folds.
+    """Rank 0: print each model's C, pooled over pairs within folds and by fold; with repeats, also of the mean risk.
 
-    results: (repeat, fold, metrics, validation set, {model: log-hazards}) of each. Writes summary.json and all cases.
+    results: (repeat, fold, metrics, validation set, {model: log-hazards}) of each training. Writes summary.json and
+    cross_validation.csv.
     """
     scores = pd.DataFrame([metrics for _, _, metrics, _, _ in results])
-    # a mean of interval's ends or of p values says nothing
+    # means of interval bounds or p values are meaningless
     scores = scores[[name for name in scores if not name.endswith(("_low", "_high", "/p"))]]
     summary = scores.mean().to_dict() | {f"{name}_sd": value for name, value in scores.std().items()}
 
@@ -274,7 +272,7 @@ def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
     cases = cases.rename(columns={"network": "log_hazard"}).drop(columns="row")
     cases.to_csv(folder / "cross_validation.csv", index=False)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{len(results)} folds, last epochs; C of the pairs within folds, patients drawn anew within folds")
+    print(f"\n{len(results)} folds, last epochs; C over pairs within folds, with patients resampled within folds")
     print(table.fillna("").to_string(), flush=True)
 
 
@@ -284,10 +282,10 @@ def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
 def predictions(
     data: MultiGPUSurvivalDataset, models: list[tuple[ndarray, dict | None]], years: list[float]
 ) -> pd.DataFrame:
-    """A row a case: case, outcome, log-hazard and its parts, its percentile among training patients, S(t).
+    """Table of cases: outcome, log-hazard and its parts, its percentile among the training patients, and S(t).
 
-    models: ((n, 2) parts of the log-hazard, reference) of each, whose mean this is. Log-hazards are counted from the
-    mean of the training patients; percentiles and S(t) are there where all models have a reference.
+    models: [((n, 2) parts of the log-hazards, reference)]; predictions are the models' means. Log-hazards are relative
+    to the mean training patient. Percentiles and S(t) need a reference for every model.
     """
     time, event = outcome(data)
     known = np.isfinite(time)
@@ -307,7 +305,10 @@ def predictions(
 
 
 def read_rival(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
-    """{"other_run": (log-hazards, baseline)} of another run on this validation fold, {} for None. Raises InputError."""
+    """Read another run's results on this validation fold as {"other_run": (log-hazards, baseline hazard)}.
+
+    {} if folder is None. Raises InputError.
+    """
     if not folder:
         return {}
     path = Path(folder, "predictions.csv")
@@ -324,17 +325,14 @@ def read_rival(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tu
 
 
 def read_baseline(folder: Path, step: int) -> dict | None:
-    """baseline.json of the checkpoint of this step, None without it."""
+    """Read baseline.json; None if it does not exist or belongs to another step's checkpoint."""
     path = folder / "baseline.json"
     baseline = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return baseline if baseline.get("step") == step else None
 
 
 def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], args, trained: set[str]) -> None:
-    """Rank 0: predictions_<table>.csv; where rows have outcomes, C with its interval and the calibration.
-
-    models: see predictions(). trained: the cases that a model was trained on.
-    """
+    """Rank 0: write predictions_<table>.csv; for rows with outcomes, print C with its interval and the calibration."""
     frame = predictions(data, models, args.eval_years)
     path = folder / f"predictions_{Path(args.predict).stem}.csv"
     frame.to_csv(path, index=False)
@@ -361,7 +359,7 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], ar
 
 
 def draw(log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], baseline: dict, metrics: dict):
-    """Kaplan-Meier curves of the thirds by predicted risk; calibration in fifths and AUC at each horizon."""
+    """Figure of Kaplan-Meier curves for thirds by predicted risk, and of calibration in fifths at each horizon."""
     from matplotlib.figure import Figure
 
     time, event = outcome(val)

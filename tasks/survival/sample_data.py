@@ -1,8 +1,8 @@
-"""Write patients and their cardiac CTs for train_survival_distributed.py: dataset.csv, scans/ and masks/ of the heart.
+"""Write synthetic cardiac CTs for train_survival_distributed.py: dataset.csv, scans/ and heart masks in masks/.
 
-Calcified lesions lie in the wall of the heart. Some are solid, some are shells around a soft core, of as many voxels
-and as much HU: only their shape tells them apart. The shells and the age raise the hazard, so that neither the number
-nor the volume nor the Agatston score of the lesions says much. The table holds the risk that outcomes are drawn with.
+The heart wall has calcified lesions: solid balls, and shells around a soft core that have the same volume and HU. Only
+shells and age raise the hazard, so the number, volume and Agatston score of the lesions predict little. The column
+true_log_hazard has the log-hazards that outcomes are drawn from.
 """
 
 import argparse
@@ -16,30 +16,29 @@ from numpy.random import Generator
 from tasks.survival.report import concordance
 from utils.cli import InputError, real, whole
 
-# what a CT covers, mm, and its slices' thickness in voxels of the first axis
+# field of view in mm, and slice thickness relative to the in-plane voxel size
 FIELD = (160.0, 160.0, 128.0)
 THICKNESS = (1.0, 1.2)
 HEART = np.array([52.0, 50.0, 46.0])
 FOLDS = 5
-# days of the real cohort: first event, last follow-up; and the earliest end of follow-up here
+# first event and last follow-up of the real cohort, and earliest censoring here, in days
 FIRST_DAY, LAST_DAY, FIRST_CENSORED = 34, 2447, 300
 WEIBULL_SHAPE = 1.3
-# standard deviation of the log-hazard, and how much of its variance is age; the rest are shells
+# standard deviation of the log-hazard, and the share of its variance due to age rather than shells
 SPREAD, AGE_SHARE = 2.0, 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this data set's flags."""
     add = parser.add_argument
-    add("out", type=Path, help="folder to write; must not hold a data set yet")
-    add("--num_patients", type=whole(20), default=900, help="patients, one CT and one row each")
+    add("out", type=Path, help="folder to write to; must not contain a data set yet")
+    add("--num_patients", type=whole(20), default=900, help="number of patients, with one CT and one row each")
     add("--event_rate", type=real(0.05, 0.8), default=0.4, help="share with an event (real cohort: 0.123)")
-    add("--matrix", type=whole(12), default=32, help="voxels along the first axis")
-    add("--seed", type=int, default=0, help="the same seed writes the same patients")
+    add("--matrix", type=whole(12), default=32, help="voxels along the first axis of a CT")
+    add("--seed", type=int, default=0, help="random seed of the patients")
 
 
 def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: int, seed: int) -> None:
-    """Write CTs, masks and the table, and print C of what drives the risk. Raises InputError for a folder in use."""
+    """Write CTs, masks and table; print C of the true risk and simple predictors. Raises InputError if out is used."""
     if (out / "dataset.csv").exists():
         raise InputError(f"{out}: holds a data set already; choose another folder or delete it")
     for folder in ("scans", "masks"):
@@ -65,7 +64,7 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
         row |= {f"Fold_{k + 1}": "val" if fold[i] == k else "train" for k in range(FOLDS)}
         row |= {"Age": "" if rng.random() < 0.03 else int(age[i]), "Sex": rng.choice(["female", "male"])}
         rows.append(row | measured | {"true_log_hazard": log_hazard[i]})
-    # a table that is there is whole
+    # the table is renamed into place last, so if it exists, the data set is complete
     unfinished = out / ".dataset.csv.tmp"
     with open(unfinished, "w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -80,17 +79,17 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
 
 
 def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) -> tuple[np.ndarray, np.ndarray]:
-    """(days, events): Weibull times and uniform ends of follow-up, so that a share of event_rate has an event."""
+    """Draw (days, events) from Weibull event times and uniform censoring, with a share event_rate of events."""
     spread = (-np.log(rng.random(len(log_hazard))) * np.exp(-log_hazard)) ** (1 / WEIBULL_SHAPE)
     censored = rng.uniform(FIRST_CENSORED, LAST_DAY, len(log_hazard))
-    # the smallest scale under which enough of them come before the end of follow-up
+    # the largest scale of event times at which a share event_rate of them precedes censoring
     scale = np.quantile(censored / spread, 1 - event_rate)
     days = scale * spread
     return np.clip(np.ceil(np.minimum(days, censored)), FIRST_DAY, LAST_DAY).astype(int), days <= censored
 
 
 def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: int) -> dict:
-    """Write a CT and its heart's mask; kinds: whether each lesion is a shell. Returns what a reader would measure."""
+    """Write a CT and its heart mask. kinds: whether each lesion is a shell. Returns the calcium scores of the CT."""
     import nibabel
 
     voxel = FIELD[0] / matrix * np.array([1, 1, rng.uniform(*THICKNESS)])
@@ -113,7 +112,7 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: 
         else:
             continue
         places.append(place)
-        # as many voxels, those nearest to the centre or nearest to a sphere around it
+        # the voxels nearest to the lesion's centre, or nearest to a sphere around it for a shell
         voxels = int(rng.integers(50, 90))
         radius = math.sqrt(voxels / (4 * math.pi)) if is_shell else 0
         nearest = np.argsort(np.abs(np.linalg.norm(grid - place, axis=-1) - radius), axis=None)[:voxels]
