@@ -4,23 +4,23 @@
 #       --script train_prs_med.py --data_root data --output_dir runs/prs_med --resume_from auto
 FROM python:3.11-slim-bookworm
 
-# A C++ compiler for torch.compile and DeepSpeed; tini hands signals on and clears up processes.
+# torch.compile and DeepSpeed need a C++ compiler; tini forwards signals and reaps zombie processes.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ tini && rm -rf /var/lib/apt/lists/*
 
-# CUDA's libraries come with torch; NVIDIA's container runtime brings the driver.
+# The torch wheels contain CUDA's libraries; NVIDIA's container runtime provides the driver.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-# Packages change seldom, the project often: two layers.
+# A layer of its own caches the packages, which change less often than the project.
 WORKDIR /app
 COPY requirements.txt ./
 RUN python -m pip install --no-cache-dir --disable-pip-version-check -r requirements.txt
 COPY . ./
 
-# Not root; caches of torch, Triton and Hugging Face go to /tmp, so that the root may be read-only.
+# Run as a normal user; torch, Triton and Hugging Face cache in /tmp, so that the root file system may be read-only.
 RUN useradd --uid 1000 trainer && mkdir -p data runs && chown trainer data runs
 USER 1000
 ENV HOME=/tmp
 
-# One process for each GPU; the exit code is the script's.
+# Start one process per GPU and return the script's exit code.
 ENTRYPOINT ["tini", "--", "./launch_distributed_training.sh"]
 CMD ["--help"]

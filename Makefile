@@ -1,11 +1,12 @@
 # make demo [TASK=prs_med|mimic_cxr|survival|cascade|compressed_ad]  set up, write sample data, train, print the table
-#      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
-# make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
-# make test-quick            the parts: losses, metrics, data, samplers, checkpoints, flags, launchers; and one script killed
-# make gpu                   measures and checks all that a GPU changes (on CPU: a trial at tiny sizes); see benchmarks/gpu.py
-#      FLAGS="--minutes 9"   its flags; PYTHON=python3 takes that python as it is, without making .venv
-# make versions PYTHON=python3.12 WITH="torch==2.11.0 transformers==5.17.0"   all else as pinned, in .venv-versions:
-#      test-quick, and make gpu's trial at tiny sizes
+#      ENGINE=--torchrun     train mimic_cxr with DDP; by default the launcher chooses DeepSpeed ZeRO-2
+# make test                  set up, run the test suite
+# make test-quick            test losses, metrics, data, samplers, checkpoints, flags, launchers, and one killed run
+# make soak                  run the long tests with injected faults and repetitions
+# make gpu                   measure and check what depends on a GPU (on a CPU: tiny sizes); see benchmarks/gpu.py
+#      FLAGS="--minutes 9"   its flags; PYTHON=python3 uses that Python instead of creating .venv
+# make versions PYTHON=python3.12 WITH="torch==2.11.0 transformers==5.17.0"   test other versions in .venv-versions
+#      with test-quick and make gpu at tiny sizes; all other packages as pinned
 # make lint                  ruff, shellcheck, shfmt
 PYTHON ?= python3
 TASK ?= prs_med
@@ -14,10 +15,10 @@ BIN := $(VENV)/bin
 SHELL_FILES := run_multi_gpu_train.sh launch_distributed_training.sh train_4gpu.sh $(wildcard configs/slurm/*.sbatch) .ci/run
 PROCESSES = $$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
-# The python that was named has torch already: on a machine without network no .venv can be made.
+# PYTHON given on the command line already has torch, so `make gpu` works without network and .venv.
 GIVEN := $(filter command line,$(origin PYTHON))
 
-# A processor with AVX-512 takes other kernels, which add in another order: with AVX2 alone a demo prints what the pages show.
+# AVX-512 kernels sum in another order; limited to AVX2, the demos print the numbers in the documentation.
 ifneq (,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null))
 demo demo-all: export ATEN_CPU_CAPABILITY := avx2
 demo demo-all: export ONEDNN_MAX_CPU_ISA := AVX2
@@ -65,7 +66,7 @@ demo-cascade:
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
 	    train_accelerate.py --config configs/cascade_demo.json
 
-# a rival first: plain Algorithm Distillation, without compression, on the histories of a learner
+# first train the baseline: Algorithm Distillation without compression, on histories of a tabular learner
 demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
 demo-compressed_ad: D := data/demo/compressed_ad
 demo-compressed_ad: AD := runs/demo/compressed_ad/ad
@@ -96,7 +97,7 @@ soak: setup-dev
 gpu: $(if $(GIVEN),,setup)
 	$(if $(GIVEN),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(FLAGS)
 
-# -r and the pins that WITH replaces are left out
+# omit -r lines and the pins that WITH replaces
 versions: V := .venv-versions
 versions:
 	rm -rf $(V) runs/versions

@@ -1,7 +1,4 @@
-"""Precision, determinism and memory of the device that a script runs on, and the cores that it may use.
-
-`python -m hardware_utils` reports what this machine has: utils/hardware_utils.py.
-"""
+"""Precision, determinism, peak memory and CPU cores; `python -m hardware_utils` runs utils/hardware_utils.py."""
 
 if __name__ == "__main__":
     import runpy
@@ -26,28 +23,25 @@ GIB = 2**30
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: bounded by its affinity and its container's quota, unlike os.cpu_count()."""
+    """Return the number of CPU cores this process may use, given its affinity and its container's quota."""
     return joblib.cpu_count()
 
 
 def keep_freed_memory() -> None:
-    """For training on a CPU: make glibc reuse freed memory instead of returning it to the system.
-
-    Otherwise each step has its large tensors' pages mapped anew, which takes up to a tenth of its time.
-    """
-    # other C libraries have no mallopt
+    """Make glibc reuse freed memory; mapping large tensors again in each step takes up to 10 % of the time on a CPU."""
+    # only glibc has mallopt
     with contextlib.suppress(AttributeError, TypeError):
-        # M_MMAP_THRESHOLD, 32 MiB at most, and M_TRIM_THRESHOLD
+        # -3: M_MMAP_THRESHOLD, which glibc limits to 32 MiB; -1: M_TRIM_THRESHOLD
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)
         mallopt(-1, 2**31 - 1)
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
-    """(precision, reason) for --mixed_precision: `auto` is bf16 from compute capability 8.0, fp16 below, fp32 on CPU.
+    """Return (precision, reason) for a value of --mixed_precision; InputError if the device does not support it.
 
-    `accelerate launch --mixed_precision` counts where the flag says auto. Raises InputError for a precision that the
-    device does not have.
+    On a GPU, `auto` is the precision set by `accelerate launch`, else bf16 from compute capability 8.0 and fp16 below;
+    on a CPU it is fp32.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if wanted == "auto" and launched in ("bf16", "fp16"):
@@ -68,9 +62,9 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
 def set_precision(
     wanted: str, device: torch.device, deterministic: bool, convolves_3d: bool = False
 ) -> tuple[str, str]:
-    """Choose the precision and apply it and --deterministic to torch; (precision, what the banner says of it).
+    """Choose the precision and configure torch for it and for --deterministic; return (precision, banner text).
 
-    convolves_3d: whether the model has 3D convolutions, whose gradients are wrong in bf16 on a CPU.
+    convolves_3d: the model has 3D convolutions, whose gradients are wrong in bf16 on a CPU (InputError).
     """
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
@@ -80,7 +74,7 @@ def set_precision(
 
 
 def check_accelerate(accumulation: int) -> None:
-    """Raises InputError for what `accelerate launch` or its config file asks for and no script here reads."""
+    """Raise InputError for settings of `accelerate launch` or its config file that the scripts do not support."""
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
@@ -91,16 +85,16 @@ def check_accelerate(accumulation: int) -> None:
 
 
 def set_numerics(device: torch.device, precision: str, deterministic: bool) -> str:
-    """Apply --mixed_precision no and --deterministic to torch; returns a remark for the banner, "" for none.
+    """Configure torch for the precision and --deterministic; return a remark for the banner, or "".
 
-    The parser has set cuBLAS's workspace in the environment by then, which is read before anything runs on a GPU.
+    Deterministic cuBLAS also needs CUBLAS_WORKSPACE_CONFIG, which the parser sets before torch first uses cuBLAS.
     """
     remarks = []
-    # Inputs have a fixed size, so it pays to let cuDNN time its algorithms once. It may choose another one each time.
+    # Inputs have a fixed size, so cuDNN times its algorithms only once. Its choice can differ between runs.
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda" and precision == "no":
-        # Ampere and later round the inputs of fp32 convolutions to 10 bits by default (TF32). torch.compile reads these
-        # names of the settings and fails where the newer ones were set.
+        # By default, Ampere and later GPUs round the inputs of fp32 convolutions to 10 bits (TF32). torch.compile fails
+        # with torch's newer names of these settings.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
@@ -108,27 +102,27 @@ def set_numerics(device: torch.device, precision: str, deterministic: bool) -> s
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         else:
-            # the same, but for settings of torch.compile, whose import takes a second
+            # same effect, without the torch.compile settings, whose import takes a second
             torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic = True
-        # The gradients of cuDNN's attention have no fixed order, those of the flash and memory-efficient kernels do.
+        # Unlike the flash and memory-efficient kernels, cuDNN's attention sums gradients in no fixed order.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if device.type == "cpu":
-            # The bits depend on the number of threads, which launchers derive from the number of processes.
+            # CPU results depend on the number of threads, which launchers derive from the number of processes.
             torch.set_num_threads(1)
         remarks.append("deterministic")
     return "; ".join(remarks)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context for a forward pass in `no`, `bf16` or `fp16`."""
+    """Autocast context for a forward pass in the precision `no`, `bf16` or `fp16`."""
     half = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, half, enabled=precision != "no")
 
 
 class GroupNorm(nn.GroupNorm):
-    """GroupNorm in the precision of its input: autocast would raise it to fp32, which is most of a network's memory."""
+    """GroupNorm in the precision of its input, because fp32 outputs, as under autocast, would dominate memory use."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -136,7 +130,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory of this process in GiB: on the GPU, or resident on a CPU."""
+    """Return this process's peak memory in GiB: reserved by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     if os.name == "nt":
@@ -145,12 +139,12 @@ def peak_memory_gb(device: torch.device) -> float:
         return psutil.Process().memory_info().peak_wset / GIB
     import resource
 
-    # Linux counts in KiB, macOS in bytes.
+    # Linux reports ru_maxrss in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (GIB if sys.platform == "darwin" else 2**20)
 
 
-# In the words of CUDA and NCCL, of cuBLAS and cuDNN (which hide it behind a handle or an engine that they cannot get),
-# and of the allocators of torch, oneDNN, C++ and NumPy on the host.
+# Out-of-memory messages of CUDA, NCCL, cuBLAS and cuDNN (some only report a handle or an engine they could not create)
+# and of the host allocators of torch, oneDNN, C++ and NumPy.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|_ALLOC_FAILED|ALLOCATION_FAILED|cublasCreate|Failed to CUDA \w*alloc|nable to find an engine"
     r"|nable to find a valid cuDNN|can't allocate memory|not enough memory|could not create a (primitive|memory object)"
@@ -159,5 +153,5 @@ OUT_OF_MEMORY = re.compile(
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the GPU or the host has no memory left."""
+    """Return whether an error means that the GPU or the host is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Show what this machine has, then train on all its GPUs. All other words go to the script as they are.
+# Report this machine's hardware, then train on all its GPUs. All other flags are passed to the script.
 #   ./launch_distributed_training.sh --config configs/default_config.yaml
-#   --num_gpus N               instead of all GPUs; without GPUs: N processes on the CPU, or one
-#   --deepspeed | --torchrun   DeepSpeed or DDP; left out: DeepSpeed where it is installed (train_mimic_cxr.py), else DDP
-#   --script FILE              instead of train_mimic_cxr.py
-#   --debug                    a trial of 2 steps
-# Several nodes: set NNODES, NODE_RANK and MASTER_ADDR (and MASTER_PORT, default 29500), and run this on each.
+#   --num_gpus N               number of processes; default: one per GPU, or one on the CPU
+#   --deepspeed | --torchrun   DeepSpeed or DDP; default: DDP, or DeepSpeed for train_mimic_cxr.py if it is installed
+#   --script FILE              training script; default: train_mimic_cxr.py
+#   --debug                    run only 2 steps
+# Several nodes: set NNODES, NODE_RANK and MASTER_ADDR (and MASTER_PORT, default 29500) and run this on each node.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -33,14 +33,14 @@ done
 if [[ ! -f $script ]]; then script=$here/$script; fi
 [[ -f $script ]] || fail "no file $script; check --script"
 
-# Only guide 1's script follows the settings in the report.
+# Only train_mimic_cxr.py uses the settings of the report.
 if [[ $script == *train_mimic_cxr.py ]]; then
   words+=(${ddp:+--use_ddp})
   (cd "$here" && python3 -m utils.hardware_utils --nodes "${NNODES:-1}" ${processes:+--gpus "$processes"} ${ddp:+--no_deepspeed})
 fi
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# Seconds that torchrun leaves its processes to save after a SIGTERM.
+# Seconds that torchrun gives its processes to save after a SIGTERM.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 exec python3 "$here/utils/torchrun.py" ${processes:+--nproc_per_node="$processes"} \
   "$script" ${words[@]+"${words[@]}"}

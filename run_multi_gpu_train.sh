@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train PRS-Med on every GPU of this machine, or on NUM_GPUS of them; without GPUs: one CPU process, or NUM_GPUS.
+# Train PRS-Med with NUM_GPUS processes; default: one per GPU of this machine, or one on the CPU.
 #   ./run_multi_gpu_train.sh [DATA [NUM_GPUS]] [flags of train_prs_med.py]
 #   ./run_multi_gpu_train.sh data 4 --batch_size 4
-# Several nodes: set NNODES, NODE_RANK and MASTER_ADDR (and MASTER_PORT, default 29500), and run this on each.
+# Several nodes: set NNODES, NODE_RANK and MASTER_ADDR (and MASTER_PORT, default 29500) and run this on each node.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)

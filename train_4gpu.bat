@@ -1,5 +1,5 @@
 @echo off
-rem train_4gpu.sh for Windows: the same flags, the same program.
+rem The Windows version of train_4gpu.sh, with the same flags.
 setlocal DisableDelayedExpansion
 set "python=python"
 if exist "%~dp0.venv\Scripts\python.exe" set "python=%~dp0.venv\Scripts\python.exe"

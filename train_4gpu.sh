@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train the X-ray to CT cascade on 4 GPUs of this machine; all other words go to train_accelerate.py as they are.
+# Train the X-ray to CT cascade on 4 GPUs of this machine; all other flags are passed to train_accelerate.py.
 #   bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
 #   --method accelerate|torchrun   --num_gpus N   --help
 set -euo pipefail

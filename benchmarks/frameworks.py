@@ -1,14 +1,14 @@
-"""The survival script's model and data under its own loop, a bare loop and four trainers, as ratios within one run.
+"""Compare the speed of the survival script's loop with a bare loop and four trainers, on the same model and data.
 
-    python benchmarks/frameworks.py                         # a small net, on sample data that it makes
+    python benchmarks/frameworks.py                         # a small network on generated sample data
     python benchmarks/frameworks.py --csv_path FILE ...     # flags of train_survival_distributed.py
     OMP_NUM_THREADS=1 python benchmarks/frameworks.py       # on a CPU: one thread
 
-One process, on a GPU if there is one, without augmentation and loader processes. All train the same weights on the same
-batches, in rounds by turns, each in another order; the first round and the first steps of each round warm up. On a CPU
-the time is that of the processor. Each step's time is the lower quartile over the rounds, because other work on the
-machine can only slow it down; in brackets are the quartiles of whole rounds' ratios. A trainer that is not installed is
-left out. The last line is a JSON object: milliseconds of a step under each.
+One process trains on the GPU, if there is one, without augmentation and DataLoader workers. Every loop starts from the
+same weights and trains on the same batches; the order of the loops changes every round. The first round and the first
+steps of each round are warmup. On a CPU, processor time is measured. A step's time is its lower quartile over the
+rounds, because other work on the machine can only slow it down; the quartiles of the rounds' ratios are in parentheses.
+Trainers that are not installed are skipped. The last line is a JSON object: milliseconds per step of each loop.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from gpu import make_samples
 
-# puts the root of the project on the path
+# step_overhead also puts the project's root on sys.path
 from step_overhead import DEVICE, clock, project_loop
 from torch import nn
 from torch.utils.data import DataLoader
@@ -40,7 +40,7 @@ SMALL = "--resnet resnet10 --base_channels 16 --image_size 24 24 16 --batch_size
 
 
 class RiskLoss(nn.Module):
-    """The script's network with its Cox loss, as all trainers but MONAI's want it: a batch in, the loss out."""
+    """The script's network and Cox loss in one module that maps a batch to its loss, for all trainers but MONAI's."""
 
     def __init__(self, network: nn.Module, cohort):
         super().__init__()
@@ -56,7 +56,7 @@ class RiskLoss(nn.Module):
 
 @dataclass
 class Round:
-    """What a trainer has for a round, with a fresh copy of the model, and the times at which it had made its steps."""
+    """The inputs of a trainer for one round, with a fresh copy of the model, and the end times of its steps."""
 
     model: RiskLoss
     optimizer: torch.optim.Optimizer
@@ -65,20 +65,19 @@ class Round:
     ends: list[float] = field(default_factory=list)
 
     def tick(self, *_) -> None:
-        """Call it after each optimizer step."""
         self.ends.append(clock()[0 if ON_GPU else 1])
 
 
 def collate(items: list[dict]) -> dict:
-    """Row numbers stay a list, which no trainer moves to the GPU, because the Cox loss reads them on the host."""
+    """Stack the images, but keep row numbers in a list, which stays on the host, where the Cox loss needs it."""
     return {"image": torch.stack([item["image"] for item in items]), "index": [item["index"] for item in items]}
 
 
-# --- the trainers, each with its own loop -----------------------------------------------------------------------------
+# --- trainers ---------------------------------------------------------------------------------------------------------
 
 
 def this_project(case: Round) -> None:
-    """The loop of train_survival_distributed.py, whose loader knows the position in the run."""
+    """The loop of train_survival_distributed.py, with the project's own loader."""
     args, loader = case.args, du.create_distributed_dataloader(case.loader.dataset, case.args.batch_size)
     loop = project_loop(
         args,
@@ -104,7 +103,7 @@ def plain_loop(case: Round, model, optimizer, backward, clip) -> None:
 
 
 def bare_loop(case: Round) -> None:
-    """The shortest correct loop: no logs, no checkpoints, no guard."""
+    """The shortest correct loop: no logs, checkpoints or checks."""
     plain_loop(case, case.model, case.optimizer, torch.Tensor.backward, nn.utils.clip_grad_norm_)
 
 
@@ -130,7 +129,6 @@ def fabric(case: Round) -> None:
 
 
 def hf_trainer(case: Round) -> None:
-    """The Hugging Face Trainer, which takes the loader as it is."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Tick(TrainerCallback):
@@ -156,14 +154,13 @@ def hf_trainer(case: Round) -> None:
             disable_tqdm=True,
             remove_unused_columns=False,
         )
-        # a schedule of our own keeps the learning rate as it is
+        # replaces the Trainer's default schedule
         constant = torch.optim.lr_scheduler.ConstantLR(case.optimizer, 1.0)
         with contextlib.redirect_stdout(io.StringIO()):
             OwnLoader(case.model, settings, callbacks=[Tick()], optimizers=(case.optimizer, constant)).train()
 
 
 def monai_trainer(case: Round) -> None:
-    """MONAI's SupervisedTrainer, on ignite."""
     from ignite.engine import Events
     from monai.engines import SupervisedTrainer
     from monai.engines.utils import IterationEvents
@@ -190,9 +187,9 @@ def monai_trainer(case: Round) -> None:
         decollate=False,
     )
     if precision == "bf16":
-        # it would scale the loss as for fp16
+        # MONAI would scale the loss as for fp16
         trainer.scaler = torch.amp.GradScaler(enabled=False)
-    # ignite has no place for clipping but the end of the backward pass
+    # in ignite, gradients can only be clipped in this event
     parameters = list(case.model.parameters())
     clip = case.args.grad_clip
     trainer.add_event_handler(IterationEvents.BACKWARD_COMPLETED, lambda _: nn.utils.clip_grad_norm_(parameters, clip))
@@ -200,7 +197,7 @@ def monai_trainer(case: Round) -> None:
     trainer.run()
 
 
-# --- rounds by turns --------------------------------------------------------------------------------------------------
+# --- measurement ------------------------------------------------------------------------------------------------------
 
 TRAINERS = {
     "this project": this_project,
@@ -213,7 +210,7 @@ TRAINERS = {
 
 
 def measure(flags: list[str]) -> dict[str, np.ndarray]:
-    """(rounds, steps) milliseconds under each trainer there is, with these flags of the survival script."""
+    """Return the milliseconds (rounds, steps) of each installed trainer for flags of the survival script."""
     args = script.parse_args([*flags, "--no-augment", "--num_workers", "0"])
     script.set_precision(args.mixed_precision, DEVICE, args.deterministic)
     cohort = script.read_table(args.csv_path, args)
@@ -235,7 +232,6 @@ def measure(flags: list[str]) -> dict[str, np.ndarray]:
                 del times[name]
                 continue
             times[name].append(1000 * np.diff(case.ends[WARM_UP - 1 : WARM_UP + STEPS]))
-    # the first round warms up
     return {name: np.stack(rounds[1:]) for name, rounds in times.items()}
 
 
@@ -250,5 +246,5 @@ if __name__ == "__main__":
     for name, milliseconds in of_step.items():
         low, high = np.quantile(times[name].mean(1) / times["this project"].mean(1), (0.25, 0.75))
         speed = f"{milliseconds / of_step['this project']:.3f} (rounds: {low:.3f} to {high:.3f})"
-        print(f"{name:<24} {milliseconds:9.2f} ms a step   speed of this project over it: {speed}")
+        print(f"{name:<24} {milliseconds:9.2f} ms per step   relative speed of this project: {speed}")
     print(json.dumps(of_step), flush=True)

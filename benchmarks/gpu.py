@@ -1,23 +1,23 @@
-"""Measures and checks everything that a GPU changes, the most telling parts first.
+"""Measure speed and memory and check bit-identical results on a GPU, the most informative parts first.
 
-    make gpu                                              # set up, then this
-    python benchmarks/gpu.py                              # every part that has no good result yet
-    python benchmarks/gpu.py --minutes 9                  # stop after that time; the next call goes on from there
-    python benchmarks/gpu.py --parts machine survival     # only these
+    make gpu                                              # set up, then run this script
+    python benchmarks/gpu.py                              # every part without a good result
+    python benchmarks/gpu.py --minutes 9                  # stop after 9 minutes; the next call continues from there
+    python benchmarks/gpu.py --parts machine survival     # only these parts
 
     machine        versions, and the speed of a matrix product
-    a task's name  its script at published size: samples/s, MFU, wait for data, peak memory beside tools.rehearse
-    same_answer    --deterministic, dropout included: 1, 2 (with shares 2:1) and 3 processes give the same bits
-    resume         --deterministic: begun by 3 processes, killed and resumed by 2, a run gives the same bits
-    frameworks     the speed of our loops over a bare loop, Accelerate, Fabric, HF Trainer and MONAI
+    <task name>    the script at published size: samples/s, MFU, data wait, and peak memory against tools.rehearse
+    same_answer    --deterministic with dropout: 1, 2 (with shares 2:1) and 3 processes give the same bits
+    resume         --deterministic: a run started by 3 processes, killed, and resumed by 2 gives the same bits
+    frameworks     speed of our loops relative to a bare loop, Accelerate, Fabric, HF Trainer and MONAI
     variants       bf16, fp32, fp16, --compile, activation checkpointing, ZeRO-2: samples/s and memory
-    scaling        samples/s by the number of GPUs, beside the speed-ups in the guides
+    scaling        samples/s by the number of GPUs, against the speed-ups in the guides
 
-On a GPU the results go to benchmarks/gpu/<device>.json and into the table in benchmarks/RESULTS.md, both after each
-line. A part that failed or was interrupted is measured again by the next call; to repeat a good one, delete it from the
-JSON file. Without a GPU, or with --tiny, the same code runs at tiny sizes and writes into --folder only. If there are
-more processes than GPUs, they share the first. Data and weights are made up, and nothing is downloaded. The exit code
-is 0 if nothing failed.
+On a GPU, each result is immediately written to benchmarks/gpu/<device>.json and to the table in benchmarks/RESULTS.md.
+The next call repeats parts that failed or were interrupted; to repeat a good part, delete it from the JSON file. With
+--tiny or without a GPU, the same code runs at tiny sizes and writes only to --folder. If there are more processes than
+GPUs, all use the first GPU. Data and weights are synthetic, and nothing is downloaded. The exit code is 0 if no check
+failed.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ SCRIPTS = {
     "compressed_ad": "train.py",
     "cascade": "train_accelerate.py",
 }
-# Sample data. At full size a model's input is as large as published, whatever the size of the files.
+# Sizes of the sample data. The "full" models get inputs of published size, whatever the size of the files.
 SAMPLES = {
     "tiny": {
         "prs_med": "--num_train 16 --num_val 1 --num_test 1 --image_size 48",
@@ -66,8 +66,8 @@ SAMPLES = {
         "compressed_ad": "--streams 10 --steps 1000",
     },
 }
-# Flags of a run; {data} is the folder of the sample data. At full size the batches are the scripts' defaults, and the
-# models are those of the papers with random weights.
+# Flags of a run; {data} is the folder of the sample data. At full size, the batch per GPU is the script's default (for
+# survival, the default on 4 GPUs) and the models are those of the papers with random weights.
 FLAGS = {
     "tiny": {
         "prs_med": """
@@ -112,7 +112,7 @@ FLAGS = {
         """,
     },
 }
-# The closest training speed that somebody has published; there is none for the cascade.
+# The closest published training speeds in samples/s; there is none for the cascade.
 PUBLISHED = {
     "prs_med": """
         LISA-7B (LoRA, SAM-H at 1024) 0.8 a GPU on 8 RTX 3090 (its issue 17, 10,000 steps of 160 in 3 days);
@@ -133,30 +133,28 @@ VARIANTS = {
     "bf16 checkpointed": ("--mixed_precision bf16 --gradient_checkpointing", ("prs_med", "mimic_cxr", "cascade")),
     "bf16 ZeRO-2": ("--mixed_precision bf16 --use_deepspeed --stage 2", ("mimic_cxr",)),
 }
-# The guides' speed-ups on 1, 2, 4 and 8 GPUs; guides 0 and 3 have none.
+# Speed-ups on 1, 2, 4 and 8 GPUs according to the guides; guides 0 and 3 give none.
 GUIDES = {"survival": "1, 1.8, 3.5, 6.5", "mimic_cxr": "1, 1.9, 3.5, 6.5", "compressed_ad": "1, 1.85, 3.6, 6.5"}
-# six micro-batches a step, so that 1, 2 and 3 processes can share them
+# six micro-batches per step, which 1, 2 or 3 processes can divide equally
 CHECKED = "--max_steps 20 --log_every 1 --deterministic --effective_batch_size 6 --batch_size 1 --save_every".split()
 
 
 def row(what: str, value: float | str, note: str = "", ok: bool = True) -> dict:
-    """One line of the results."""
     return {"what": what, "value": value, "note": note, "ok": ok}
 
 
 def attempt(what: str, rows: Iterator[dict]) -> Iterator[dict]:
-    """These rows, and one more that says why if they end in an error."""
+    """Yield `rows`; if they raise an error, yield a failed row with its message."""
     try:
         yield from rows
     except Exception as error:
         yield row(what, f"{type(error).__name__}: {error}", ok=False)
 
 
-# --- running a script -------------------------------------------------------------------------------------------------
+# --- runs of a script -------------------------------------------------------------------------------------------------
 
 
 def make_samples(task: str, data: Path, flags: str, image_size: int = 64) -> None:
-    """Write a task's sample data."""
     commands = [f"sample_data {task} {data} {flags}"]
     if task == "mimic_cxr":
         releases = f"{data}/mimic-cxr-jpg {data}/mimic-ext-cxr-qba"
@@ -167,7 +165,7 @@ def make_samples(task: str, data: Path, flags: str, image_size: int = 64) -> Non
 
 
 def flags_of(options: Namespace, task: str, size: str) -> list[str]:
-    """The flags of a task's script, whose sample data are there afterwards."""
+    """Return the flags of a task's script; first write its sample data if they are missing."""
     data = options.folder / "data" / size / task
     made = data.with_suffix(".made")
     if not made.exists():
@@ -178,9 +176,10 @@ def flags_of(options: Namespace, task: str, size: str) -> list[str]:
 
 
 def run_command(options: Namespace, command: list, log: Path, stop: Callable[[], bool] = bool) -> dict:
-    """Run a command until it ends, or until stop() says so and it is killed.
+    """Run a command until it ends, or kill it as soon as stop() is true.
 
-    Returns the last JSON object that it printed, {} without one. Raises RuntimeError if it fails or takes too long.
+    Returns the last JSON object that it printed, else {}. Raises RuntimeError if it fails or takes over 500 s. Exits at
+    the deadline of --minutes.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
@@ -190,13 +189,12 @@ def run_command(options: Namespace, command: list, log: Path, stop: Callable[[],
         time.sleep(0.01)
     killed = process.poll() is None
     for one in [process, *process.children(recursive=True)] if killed else ():
-        # it may have ended meanwhile
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     code = process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if time.monotonic() > options.deadline:
-        sys.exit("out of time; the next call goes on from here")
+        sys.exit("out of time; the next call continues from here")
     if killed and not stop():
         raise RuntimeError(f"killed after 500 s; see {log}")
     if code and not killed:
@@ -207,9 +205,9 @@ def run_command(options: Namespace, command: list, log: Path, stop: Callable[[],
 def train(
     options: Namespace, task: str, name: str, flags: list, processes: int = 1, size: str = "tiny", watch: str = ""
 ) -> tuple[Path, dict]:
-    """Train from the start, or resume if the flags say so; returns the run's folder and what watched.py measured.
+    """Train a new run, or resume one with --resume_from; return its folder and the measurements of watched.py.
 
-    watch: "speed" for benchmarks/watched.py, or "killed" to kill the run after its first checkpoint.
+    watch: "speed" to measure FLOPs and a matrix product, or "killed" to kill the run after its first checkpoint.
     """
     out = options.folder / "runs" / f"{task}_{name}".replace(" ", "_")
     if "--resume_from" not in flags:
@@ -222,7 +220,7 @@ def train(
         *["share_gpu"] * (0 < options.gpus < processes),
         *["speed"] * (watch == "speed"),
     ]
-    # without --world_size the survival script would start on all GPUs
+    # without --world_size, the survival script starts one process per GPU
     flags = [*flags_of(options, task, size), "--output_dir", out, "--world_size", processes, *flags]
     log = out.with_suffix(".log")
     return out, run_command(
@@ -231,7 +229,6 @@ def train(
 
 
 def training_lines(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl about training."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "train/loss" in line]
 
@@ -240,13 +237,13 @@ def training_lines(out: Path) -> list[dict]:
 
 
 def measure_speed(options: Namespace, task: str, name: str, flags: list, processes: int = 1, watch: str = "") -> dict:
-    """Train for a few steps; returns the rate in samples/s, the peak in GiB, and what else is known of the run.
+    """Train for a few steps; add samples/s, peak memory in GiB, data wait and global batch to train()'s measurements.
 
-    Only the last two lines of the log count. Those before warm up, or belong to the cascade's earlier stages.
+    samples/s is the mean of the last two log lines; earlier lines are warmup, or earlier stages of the cascade.
     """
     steps = "--max_steps 6 --log_every 2"
     if options.size == "full":
-        # the cascade's stages end by their epochs, and the last has 8 steps an epoch
+        # the cascade's stages end after a number of epochs, and the last stage has 8 steps per epoch
         steps = "--log_every 4" if task == "cascade" else "--max_steps 30 --log_every 10"
     flags = [*steps.split(), "--save_every", 0, *flags]
     out, found = train(options, task, name, flags, processes, options.size, watch)
@@ -254,7 +251,6 @@ def measure_speed(options: Namespace, task: str, name: str, flags: list, process
     return found | {
         "rate": (first["train/samples_per_s"] + last["train/samples_per_s"]) / 2,
         "wait": last["train/data_wait"],
-        # reserved by torch; on a CPU, resident memory of the process
         "peak": last["train/peak_memory_gb"],
         "batch": json.loads((out / "summary.json").read_text())["effective_batch_size"],
     }
@@ -273,12 +269,12 @@ def machine(options: Namespace) -> Iterator[dict]:
 
 
 def one_task(options: Namespace, task: str) -> Iterator[dict]:
-    """A script at its published size, beside what tools.rehearse predicts; for the cascade, its last stage."""
+    """Measure a script at its published size (for the cascade: its last stage) and compare it with tools.rehearse."""
     found = measure_speed(options, task, "speed", [], watch="speed")
     rate, peak = found["rate"], found["peak"]
-    yield row("samples/s", rate, f"{found['batch']} samples a step. {PUBLISHED.get(task, '')}")
+    yield row("samples/s", rate, f"{found['batch']} samples per step. {PUBLISHED.get(task, '')}")
     mfu = rate / found["batch"] * found["tflop"] / found["product"]
-    note = f"{found['tflop']:.4g} TFLOP a step; a matrix product made {found['product']:.4g} TFLOP/s before this run"
+    note = f"{found['tflop']:.4g} TFLOP per step; a matrix product before it reached {found['product']:.4g} TFLOP/s"
     yield row("MFU", mfu, note)
     yield row("share of time waiting for data", found["wait"])
     yield row("peak GiB", peak)
@@ -286,14 +282,14 @@ def one_task(options: Namespace, task: str) -> Iterator[dict]:
     command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task], *flags_of(options, task, options.size)]
     command += ["--gpu_memory", options.machine.get("memory GiB", 80)]
     rehearsed = run_command(options, command, options.folder / f"{task}_rehearsed.log")
-    # what tools.rehearse adds for memory that torch does not see: 5 % and 1.4 GiB
+    # the margin of tools.rehearse for memory outside torch's tensors: 5 % and 1.4 GiB
     most = 1.05 + 1.4 / rehearsed["peak_gib"]
-    note = f"{rehearsed['peak_gib']:.4g} GiB were rehearsed; with the tool's margin the ratio is {most:.2f} at most"
+    note = f"tools.rehearse predicts {rehearsed['peak_gib']:.4g} GiB; its margin allows a ratio of up to {most:.2f}"
     yield row("peak over the rehearsed one", peak / rehearsed["peak_gib"], note)
 
 
 def frameworks(options: Namespace) -> Iterator[dict]:
-    """The speed of our loops over others with the same models, in turns."""
+    """Measure the speed of our loops relative to other loops with the same models."""
     short = "--batch_size 6 --image_size 32 32 16" if options.size == "full" else "--batch_size 2"
     precision = f"--mixed_precision {'bf16' if options.gpus else 'no'}"
     for name, own in {"survival, short steps": short, "survival, published size": ""}.items():
@@ -310,30 +306,30 @@ def frameworks(options: Namespace) -> Iterator[dict]:
 
 
 def variants(options: Namespace) -> Iterator[dict]:
-    """Each script in other precisions, compiled, and with the memory savers that it has; a CPU tries one."""
+    """Measure each script in all precisions, compiled, and with its memory-saving options; on a CPU only MIMIC-CXR."""
     for task in options.tasks if options.gpus else ["mimic_cxr"]:
         for name, (flags, tasks) in VARIANTS.items():
-            # a CPU has no fp16, and compiles for minutes
+            # a CPU does not support fp16 and compiles for minutes
             if task in tasks and (options.gpus or name not in ("fp16", "bf16 compiled")):
                 yield from attempt(f"{task}, {name}", speed_row(options, task, name, flags))
 
 
 def scaling(options: Namespace) -> Iterator[dict]:
-    """Samples/s by the number of GPUs; as in the guides, the batch of each GPU stays the same."""
+    """Measure samples/s by the number of GPUs, with a constant batch per GPU as in the guides."""
     for task, guide in GUIDES.items():
         for processes in (1, 2, 4, 8):
             if processes <= (options.gpus or 2):
-                name, note = f"{processes} processes", f"; speed-ups wanted: {guide}"
-                # the survival script's batch is that of all GPUs
+                name, note = f"{processes} processes", f"; speed-ups in the guide: {guide}"
+                # --batch_size of the survival script counts all GPUs
                 flags = f"--batch_size {6 * processes}" if task == "survival" else ""
                 yield from attempt(f"{task}, {name}", speed_row(options, task, name, flags, processes, note))
 
 
-# --- the same bits ----------------------------------------------------------------------------------------------------
+# --- bit-identical results --------------------------------------------------------------------------------------------
 
 
 def difference(one: Path, other: Path) -> str:
-    """Where the losses, gradient norms or final weights of two runs differ; "none" if they do not."""
+    """Return the first difference in losses, gradient norms or final weights of two runs, or "none"."""
     names = ("step", "train/loss", "train/grad_norm")
     rows = ([[line[name] for name in names] for line in training_lines(out)] for out in (one, other))
     for left, right in itertools.zip_longest(*rows):
@@ -344,7 +340,7 @@ def difference(one: Path, other: Path) -> str:
 
 
 def same_answer(options: Namespace, task: str) -> Iterator[dict]:
-    """Steps of six micro-batches by several processes, and by one."""
+    """Check that several processes and one process give the same bits."""
     alone, _ = train(options, task, "alone", [*CHECKED, 0])
     for processes, shares in {options.gpus: "equal", 2: "2,1", 3: "equal"}.items():
         if processes > 1:
@@ -354,7 +350,7 @@ def same_answer(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def resume(options: Namespace, task: str) -> Iterator[dict]:
-    """A run that three processes begin, that is killed after its first checkpoint, and that two processes end."""
+    """Check a run that three processes start, that is killed after its first checkpoint, and that two finish."""
     whole, _ = train(options, task, "whole", [*CHECKED, 0])
     out, _ = train(options, task, "resumed", [*CHECKED, 2], 3, watch="killed")
     done = len(training_lines(out))
@@ -364,14 +360,13 @@ def resume(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def each_task(options: Namespace, check: Callable[[Namespace, str], Iterator[dict]]) -> Iterator[dict]:
-    """The rows of all tasks, as many tasks at once as the cores allow."""
-    # each has up to three processes
+    # each task uses up to three processes
     with ThreadPoolExecutor(max(1, joblib.cpu_count() // 3)) as pool:
         for rows in pool.map(lambda task: list(attempt(task, check(options, task))), options.tasks):
             yield from rows
 
 
-# --- the results ------------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[Namespace], Iterator[dict]]] = {
     "machine": machine,
@@ -385,14 +380,14 @@ PARTS: dict[str, Callable[[Namespace], Iterator[dict]]] = {
 
 
 def measure(options: Namespace, name: str, results: dict[str, dict]) -> None:
-    """Run a part, and write all results after each of its rows, as a rented machine may go at any time."""
+    """Run a part and write all results after each row, because a rented machine may disappear at any time."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     entry = results[name] = {"commit": commit.strip(), "lines": []}
     for line in attempt("the whole part", PARTS[name](options)):
         print(" | ".join(cells(line)), flush=True)
         entry["lines"].append(line)
         write(options, results)
-    # what --tasks left out is still to be measured
+    # the next call must measure tasks that --tasks left out
     entry["complete"] = options.tasks == list(SCRIPTS)
     write(options, results)
 
@@ -406,14 +401,13 @@ def write(options: Namespace, results: dict[str, dict]) -> None:
 
 
 def cells(line: dict) -> tuple[str, str, str]:
-    """What, value and note of a line as text."""
     value = f"{line['value']:.4g}" if isinstance(line["value"], float) else str(line["value"])
     note = " ".join(line["note"].split())
     return line["what"], value, note if line["ok"] else f"FAILED {note}"
 
 
 def write_table(page: Path, results: dict[str, dict]) -> None:
-    """Replace what stands between the two marks of RESULTS.md."""
+    """Replace the table between the two marks in RESULTS.md."""
     rows = [("part", "what", "value", "note"), ("---",) * 4]
     for part in filter(results.get, PARTS):
         rows += [(part, *cells(line)) for line in results[part]["lines"]]
@@ -424,13 +418,15 @@ def write_table(page: Path, results: dict[str, dict]) -> None:
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure; default: all")
     parser.add_argument(
-        "--tasks", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="of same_answer, resume, variants"
+        "--tasks", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="tasks for same_answer, resume and variants"
     )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that time")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes on a GPU too: a trial of minutes")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu", help="for data, runs and a trial's results")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
+    parser.add_argument("--tiny", action="store_true", help="use tiny sizes on a GPU too, for a trial of a few minutes")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs/gpu", help="folder for data, runs and trial results"
+    )
     options = parser.parse_args()
     options.deadline = math.inf
     options.folder = options.folder.resolve()

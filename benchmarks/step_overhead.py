@@ -1,15 +1,15 @@
-"""What the project's loop costs beside a bare loop, for two scripts with short steps; for survival see frameworks.py.
+"""Measure the overhead of the project's loop over a bare loop, for two scripts with short steps.
 
-    python benchmarks/step_overhead.py                      # on sample data that it makes
-    python benchmarks/step_overhead.py mimic_cxr            # only this
+    python benchmarks/step_overhead.py                      # both scripts, on generated sample data
+    python benchmarks/step_overhead.py mimic_cxr            # only MIMIC-CXR; for survival see frameworks.py
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py    # on a CPU: one thread
 
-Two copies of a model train on the same batches in one process, on a GPU if there is one. One uses a bare loop (forward,
-backward, clip, update), the other the script's, with its checks, agreement between ranks, skipped steps, logs and
-timings. They take turns of a few steps, and the speed is the median over the turns of the bare loop's time over ours: 1
-means that the loop costs nothing, and the goal is 0.97 where a step takes 10 ms and 0.99 where it takes 40. On a busy
-machine trust the processor time more than the wall time. For each script the last line is a JSON object: the speed by
-wall time, and milliseconds of our step.
+Two copies of a model train on the same batches in one process, on a GPU if there is one: one in a bare loop (forward,
+backward, clip, update), the other in the script's loop with its checks, agreement between ranks, skipped steps, logs
+and timings. The loops alternate every few steps. The speed is the median of the ratio of the bare loop's time to ours:
+1 means no overhead; the goal is 0.97 for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor
+time more than wall time. The last line for each script is a JSON object: the speed by wall time and our milliseconds
+per step.
 """
 
 import copy
@@ -35,12 +35,12 @@ from utils.engine import make_engine
 from utils.loop import Plan, Run, Training
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# the first turn of each loop warms up
+# the first turn of each loop is warmup
 TURNS = 13
 
 
 def project_loop(args, model, optimizer, loader, names, passes, count=None) -> Iterator[None]:
-    """The project's loop; each next() makes one step, whose passes are made by passes(training, step)."""
+    """The project's loop; each next() makes one step. passes(training, step) runs its forward and backward passes."""
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
         args = with_flags(args, output_dir=folder, save_every=0, eval_every_steps=0, auto_batch=False)
         run = Run("benchmark/1", args, ranks)
@@ -65,17 +65,17 @@ def bare_loop(args, model, optimizer, loader, losses, count) -> Iterator[None]:
 
 
 def clock() -> np.ndarray:
-    """Wall and processor time, once the GPU is done with what it was given."""
+    """Synchronize with the GPU and return (wall time, processor time) in seconds."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return np.array([time.perf_counter(), time.process_time()])
 
 
 def compare(script, args: Namespace, model: nn.Module, loader: DataLoader, names: list, losses, count=None) -> None:
-    """Time turns of both loops, and print the speed of ours.
+    """Time both loops in turns and print the speed of ours.
 
-    losses(model, batch, totals): what the script gives to step.backward(), called `names` in its log. count(batches):
-    the totals of a step, as the script counts them.
+    losses(model, batch, totals): the loss to minimize, then values to log, as `names` lists them. count(batches): the
+    totals by which a step's losses are normalized.
     """
     models = [copy.deepcopy(model).to(DEVICE).train() for _ in range(2)]
     optimizers = [script.make_optimizer(model, args) for model in models]
@@ -106,12 +106,12 @@ def compare(script, args: Namespace, model: nn.Module, loader: DataLoader, names
     weights = "equal to the bit" if same_bits else "DIFFERENT"
     spread = f"quartiles {low[0]:.3f} to {high[0]:.3f}"
     print(f"{script.__name__}: speed over the bare loop {wall:.3f} ({spread}), by processor time {cpu:.3f}")
-    print(f"{script.__name__}: our loop costs {cost[0]:.2f} ms a step, {cost[1]:.2f} of the processor")
+    print(f"{script.__name__}: our loop costs {cost[0]:.2f} ms per step, {cost[1]:.2f} ms of processor time")
     print(f"{script.__name__}: weights {weights} after {TURNS * steps} steps")
     print(json.dumps({"speed": wall, "ms": float(np.median(times[:, 1, 0]))}), flush=True)
 
 
-# --- the scripts; small models and data, as the loop's cost shows most where a step is short -------------------------
+# --- scripts: small models and data, because the overhead matters most when steps are short --------------------------
 
 
 def mimic_cxr(data: Path) -> None:

@@ -1,13 +1,13 @@
-"""Runs a script of this repository with random weights where a model folder holds only a config.json.
+"""Run a script of this project, with random weights for model folders that contain only a config.json.
 
     python benchmarks/watched.py [share_gpu] [speed] train_prs_med.py FLAGS ...
     python benchmarks/watched.py machine
 
-    share_gpu  all processes use the first GPU and talk over gloo, since NCCL refuses two ranks on one device
-    speed      also times a matrix product before the script starts, and counts the FLOPs of one optimizer step
-    machine    no script: the versions and the speed of this machine
+    share_gpu  all processes use the first GPU and communicate over gloo, because NCCL rejects two ranks on one device
+    speed      also time a matrix product before the script starts, and count the FLOPs of one optimizer step
+    machine    no script: report this machine's package versions and the speed of a matrix product
 
-The last line it prints is a JSON object of what was measured.
+The last line printed is a JSON object with the measurements.
 """
 
 import json
@@ -30,11 +30,11 @@ ON_GPU = torch.cuda.is_available()
 
 
 def matrix_product() -> float:
-    """TFLOP/s of a bf16 matrix product on the GPU, or of a small fp32 one on a CPU."""
+    """Measure TFLOP/s of a bf16 matrix product on the GPU, or of a small fp32 matrix product on a CPU."""
     side, kind = (8192, torch.bfloat16) if ON_GPU else (512, torch.float32)
     values = torch.rand(side, side, dtype=kind, device="cuda" if ON_GPU else "cpu")
     for _ in range(2):
-        # the first turn warms up
+        # the first iteration is warmup
         begun = time.perf_counter()
         for _ in range(10):
             values @ values
@@ -56,7 +56,7 @@ def measure_machine() -> dict[str, str | float]:
 
 
 def use_random_weights() -> None:
-    """Build models that have no file of weights from their config.json, directly on their device."""
+    """Patch transformers to build models without a weights file from their config.json, directly on their device."""
     import transformers
 
     load = transformers.PreTrainedModel.from_pretrained.__func__
@@ -74,7 +74,7 @@ def use_random_weights() -> None:
 
 
 class StepFlops(TorchDispatchMode):
-    """Counts the FLOPs between the first two updates of an optimizer; for the cascade, that of its last stage."""
+    """Count the FLOPs between the first two updates of the script's last optimizer (the cascade has one per stage)."""
 
     def __init__(self):
         from tools.rehearse import FLOPS
@@ -84,7 +84,7 @@ class StepFlops(TorchDispatchMode):
         register_optimizer_step_post_hook(self.after_update)
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        # the survival script also fits Cox models, by LBFGS
+        # ignore LBFGS, with which the survival script fits Cox models
         if isinstance(optimizer, torch.optim.AdamW):
             if self.counting:
                 self.__exit__(None, None, None)
@@ -109,12 +109,12 @@ def main(words: list[str]) -> None:
             print(json.dumps(measure_machine()))
             return
         if word == "share_gpu":
-            # this process believes that it is alone on its machine
+            # makes the process behave as the only one on its machine
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             dist.is_nccl_available = lambda: False
         if word == "speed":
             facts, counter = {"product": matrix_product()}, StepFlops()
-            # what the product needed is not part of the script's peak
+            # keep the product's memory out of the script's peak
             torch.cuda.empty_cache()
     use_random_weights()
     sys.argv = words

@@ -1,8 +1,6 @@
 // A CUDA device that does nothing, so that a machine without a GPU can trace a training step on fake tensors.
-//
-// torch's autograd engine asks for the guard of each device that it runs on, convolutions ask which version of cuDNN
-// there is before they choose a memory format, and attention asks which kernel to take. tools/rehearse.py compiles this
-// file and loads the result.
+// tools/rehearse.py compiles and loads this file. torch's autograd engine needs a device guard, convolutions query the
+// cuDNN version to choose a memory format, and attention queries which kernel to use.
 
 #include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -11,7 +9,7 @@
 
 namespace at {
 
-// One device, number 0, with one stream on which everything has always ended.
+// One device, number 0, with one stream that is always idle.
 struct IdleGuard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return kCUDA; }
   Device getDevice() const override { return Device(kCUDA, 0); }
@@ -24,7 +22,7 @@ struct IdleGuard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream stream) const override { return stream; }
 };
 
-// What torch asks about the GPU's libraries: a recent cuDNN. It asks once, while it is imported.
+// Hooks that report CUDA with a recent cuDNN; torch looks them up once, on import.
 struct IdleHooks : CUDAHooksInterface {
   explicit IdleHooks(CUDAHooksArgs) {}
   bool hasCUDA() const override { return true; }
@@ -38,8 +36,8 @@ struct IdleHooks : CUDAHooksInterface {
 };
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, IdleHooks);
 
-// Ampere and later: the flash kernel for half precision without a mask, else the memory-efficient one, which has no
-// form for query heads that share keys.
+// The choice on Ampere and later GPUs: the flash kernel for half precision without a mask, else the memory-efficient
+// kernel, or plain math if query heads share keys, which the memory-efficient kernel does not support.
 int64_t choose_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
     double, bool, std::optional<double>, bool) {
@@ -52,7 +50,7 @@ int64_t choose_attention(
 
 }  // namespace at
 
-// To be called once torch is there: a torch that was built with CUDA brings its own.
+// Call this after importing torch: it replaces the implementations of a torch built with CUDA.
 extern "C" void use_fake_cuda() {
   static const c10::impl::DeviceGuardImplRegistrar registrar(at::kCUDA, new at::IdleGuard());
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(at::choose_attention);

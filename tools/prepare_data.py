@@ -1,4 +1,4 @@
-"""Turn images into the data set of a training script; `python -m tools.prepare_data TASK --help` has its flags.
+"""Prepare images for a training script; `python -m tools.prepare_data TASK --help` lists the flags of a task.
 
     python -m tools.prepare_data prs_med scans masks data/mine --structure lesion --small_models
     python -m tools.prepare_data prs_med scans masks data/mine --structure liver "left kidney" --table patients.csv
@@ -7,7 +7,7 @@
     python -m tools.prepare_data mimic_cxr mimic-cxr-jpg mimic-ext-cxr-qba data/mimic
     python -m tools.prepare_data mimic_cxr xrays.csv data/mine
 
-What is understood is in tasks/<task>/README.md, "Your own images".
+Input formats: tasks/<task>/README.md, "Your own images".
 """
 
 import argparse
@@ -22,7 +22,7 @@ TASKS = ("prs_med", "mimic_cxr")
 
 
 def parse_args(words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """(the task's module, its arguments)."""
+    """Return (the task's prepare module, its arguments)."""
     first = argparse.ArgumentParser(prog="python -m tools.prepare_data", description=__doc__.partition("\n")[0])
     first.add_argument("task", choices=TASKS)
     task = first.parse_args(words[:1]).task
@@ -34,7 +34,7 @@ def parse_args(words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 if __name__ == "__main__":
-    # transformers may import deepspeed, which would report that it looks for a GPU
+    # keeps DeepSpeed, if transformers imports it, from printing that it searches for a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     MODULE, ARGS = parse_args(sys.argv[1:])
     run_main(MODULE.prepare, ARGS)

@@ -1,16 +1,16 @@
-"""One optimizer step of a script on a GPU that is not there: its memory, its FLOPs, and where the host would wait.
+"""Simulate one optimizer step of a script on a GPU: its memory, its FLOPs, and its host-device syncs.
 
 python -m tools.rehearse train_prs_med.py --gpu_memory 80
 python -m tools.rehearse train_prs_med.py --gpu_memory 24 --batch_size 2 --gradient_checkpointing --world_size 4
 
-All other flags are the script's own. The step is traced on torch's fake tensors, which have a shape, a dtype and a
-device but no memory. What they do not show: kernels' own workspaces, NCCL, fragmentation and time. Models come from
-their config.json alone, of published size unless the flags name others. Without a GPU it needs a C++ compiler.
+All other flags are the script's own. The step runs on torch's fake tensors, which have a shape, a dtype and a device
+but no memory; they do not show kernel workspaces, NCCL, fragmentation and time. Models need only their config.json and
+have published size unless the flags name others. A machine without a GPU needs a C++ compiler.
 
-A script is imported as a module and must have parse_args(words), build_model(args, precision, device),
+A script is imported as a module and must define parse_args(words), build_model(args, precision, device),
 make_optimizer(model, args), largest_batch(model, size) and trial_step(model, batch, args), the forward and backward
-pass of one micro-batch; and, where settings follow from the hardware, fill_settings(args, world_size, memory, compute,
-node).
+pass of one micro-batch. A script that derives settings from the hardware also defines fill_settings(args, world_size,
+memory, compute, node).
 """
 # ruff: noqa: E402
 
@@ -36,22 +36,23 @@ from utils.cli import InputError, Parser, RunError, real, report, run_main, with
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-# config.json and a tokenizer of the models that papers use, for flags that name none or their name on the hub
+# folders in configs/models with the config.json and tokenizer of published models: for unset flags, and for names on
+# the Hugging Face hub
 STAND_INS = {"vlm_path": "llava_med_v1.5_mistral_7b", "sam_path": "sam_vit_base"}
 ON_THE_HUB = {
     "facebook/convnext-base-224": "convnext_base",
     "facebook/dinov3-convnext-base-pretrain-lvd1689m": "dinov3_convnext_base",
     "emilyalsentzer/Bio_ClinicalBERT": "bio_clinicalbert",
 }
-# what a GPU must have beside the tensors: a share for fragmentation, and bytes for NCCL, cuDNN and cuBLAS
+# GPU memory needed besides tensors: a share for fragmentation, and bytes for NCCL, cuDNN and cuBLAS
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 1.5e9
 
 
 def parse_args() -> tuple[Namespace, list[str]]:
-    """This tool's arguments, and the words for the script. Raises InputError for one that cannot be rehearsed."""
+    """Return (this tool's arguments, the script's arguments); raise InputError for an unsuitable script."""
     parser = Parser(__doc__)
-    parser.add_argument("script", metavar="SCRIPT", help="such as train_prs_med.py")
-    parser.add_argument("--gpu_memory", type=real(0, above=True), default=80.0, help="memory of the GPU, GiB")
+    parser.add_argument("script", metavar="SCRIPT", help="training script, such as train_prs_med.py")
+    parser.add_argument("--gpu_memory", type=real(0, above=True), default=80.0, help="memory of the GPU in GiB")
     args, words = parser.parse_known_args()
     path = Path(args.script)
     if not path.is_file():
@@ -62,9 +63,9 @@ def parse_args() -> tuple[Namespace, list[str]]:
 
 
 def load_fake_cuda() -> ctypes.CDLL | None:
-    """Load tools/fake_cuda.cpp, compiled once for this torch; None where there is a GPU.
+    """Load tools/fake_cuda.cpp, compiled once per torch installation; return None if there is a GPU.
 
-    Must come before torch, which asks for its CUDA library while it is imported. Raises InputError.
+    Must run before torch is imported, which looks up its CUDA hooks. Raises InputError if compilation fails.
     """
     try:
         count = ctypes.c_int(0)
@@ -85,7 +86,7 @@ def load_fake_cuda() -> ctypes.CDLL | None:
         compiler = next(filter(None, map(shutil.which, names)), None)
         if compiler is None or sys.platform == "win32":
             raise InputError("needs a GPU, or a C++ compiler (g++ or clang++) on Linux or macOS; install one")
-        # under a name of this process, as others may do the same now
+        # unique name: other processes may be compiling too
         temporary = library.with_suffix(f".{os.getpid()}")
         command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", str(source)]
         command += ["-o", str(temporary), f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib", "-lc10"]
@@ -117,13 +118,13 @@ from torch.utils.flop_counter import flop_registry
 from hardware_utils import set_precision
 from utils.engine import make_engine
 
-# --- what is counted --------------------------------------------------------------------------------------------------
+# --- memory and FLOP counters -----------------------------------------------------------------------------------------
 
 
 def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
-    """As many as the forward pass for the images' gradient, and again for the weight's.
+    """FLOPs of a convolution's backward pass: those of the forward pass for each gradient.
 
-    torch's own formula counts each group's weight against the channels of all groups.
+    torch's own formula overcounts grouped convolutions, because it applies each group's weight to all channels.
     """
     transposed, wanted = options[4], options[7]
     positions = math.prod((images if transposed else gradient).shape[2:])
@@ -131,30 +132,30 @@ def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
 
 
 def attention_flops(query, key, value, *_, **__) -> int:
-    """Of the scores and of the values that they weight. The key and the value may have fewer heads than the query."""
+    """FLOPs of the two matrix products of attention. The key and the value may have fewer heads than the query."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
 
 
 def attention_backward_flops(_, query, key, value, *__, **___) -> int:
-    """The scores anew, then two products for each of the forward pass."""
+    """FLOPs of attention's backward pass: recomputed scores, then two products for each of the forward pass."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
 FLOPS = flop_registry | {torch.ops.aten.convolution_backward: convolution_backward_flops}
 for kernel in ("flash", "efficient", "cudnn"):
-    # torch 2.11's own formula refuses fewer heads
+    # torch 2.11's own formula rejects keys with fewer heads than the query
     name = f"_scaled_dot_product_{kernel}_attention"
     FLOPS[getattr(torch.ops.aten, name)] = attention_flops
     FLOPS[getattr(torch.ops.aten, f"{name}_backward")] = attention_backward_flops
 
 
 class Trace(TorchDispatchMode):
-    """Counts what is done on the GPU, inside a FakeTensorMode; what the host does by itself is done for real.
+    """Count the operations on the GPU inside a FakeTensorMode; operations on the host are executed.
 
-    now, peak: bytes of living tensors. flops: of matrix products, convolutions and attention; a multiplication and its
-    addition are 2. waits: how often the host would wait for the GPU, by what for and where.
+    now, peak: bytes of live tensors. flops: of matrix products, convolutions and attention; a multiply-add counts as 2.
+    waits: number of host-device syncs by cause and source line.
     """
 
     def __init__(self):
@@ -166,7 +167,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.ops.prim.device.default:
-            # C++ asks for it all the time
+            # torch's C++ code calls this all the time
             return args[0].device
         name = function.overloadpacket.__name__
         inputs = find_tensors((*args, *kwargs.values()))
@@ -174,7 +175,7 @@ class Trace(TorchDispatchMode):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
 
-        # something is read back from the GPU: there is nothing, so any plausible answer is given
+        # fake tensors have no values, so a read returns a plausible one
         if name in ("_local_scalar_dense", "equal"):
             self.waits[f"item() in {place()}"] += 1
             return name == "equal" or {torch.bool: False}.get(inputs[0].dtype, 1)
@@ -201,7 +202,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage's memory until it is freed, in the blocks of torch's allocator."""
+        """Count a storage's memory until it is freed, rounded up to the 512-byte blocks of torch's allocator."""
         key = storage._cdata
         if key not in self.sizes:
             self.sizes[key] = math.ceil(storage.nbytes() / 512) * 512
@@ -214,7 +215,6 @@ class Trace(TorchDispatchMode):
 
 
 def find_tensors(values) -> list[Tensor]:
-    """The tensors among an operation's arguments or results, which may be lists."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -225,7 +225,7 @@ def find_tensors(values) -> list[Tensor]:
 
 
 def place() -> str:
-    """`file:line` of the innermost frame that is neither torch's nor this file's."""
+    """Return `file:line` of the innermost frame outside torch and this file."""
     for frame, line in traceback.walk_stack(None):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and path != __file__ and not path.startswith("<"):
@@ -233,11 +233,11 @@ def place() -> str:
     return "the backward pass"
 
 
-# --- the step ---------------------------------------------------------------------------------------------------------
+# --- simulated step ---------------------------------------------------------------------------------------------------
 
 
 def convert(module: nn.Module, function, recurse: bool = True) -> nn.Module:
-    """nn.Module._apply by new parameters, as fake tensors cannot be swapped."""
+    """Replacement for nn.Module._apply that creates new parameters, because fake tensors cannot be swapped in place."""
     for child in module.children() if recurse else ():
         convert(child, function)
     for name, parameter in module._parameters.items():
@@ -250,16 +250,16 @@ def convert(module: nn.Module, function, recurse: bool = True) -> nn.Module:
 
 
 def random_model(cls, path, dtype=None, **_):
-    """transformers' from_pretrained without the file of weights."""
+    """Replacement for transformers' from_pretrained that needs no weights."""
     return cls._from_config(cls.config_class.from_pretrained(path), dtype=dtype or torch.float32).eval()
 
 
 def pretend_a_gpu() -> torch.device:
-    """From here on, tensors of this CUDA device can be made inside a FakeTensorMode."""
+    """Enable CUDA tensors inside a FakeTensorMode and patch what does not work with them; return the device."""
     if FAKE_CUDA:
         FAKE_CUDA.use_fake_cuda()
     else:
-        # the autograd engine wants a device that has been used
+        # initialize the device for the autograd engine
         torch.empty(1, device="cuda")
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     patches = {
@@ -284,7 +284,7 @@ def main(args: Namespace) -> None:
         if folder:
             setattr(settings, flag, str(ROOT / "configs" / "models" / folder))
     if hasattr(script, "fill_settings"):
-        # what follows from the hardware: of a GPU of the newer kinds, on a machine that is large enough
+        # compute capability 9.0, and a large node of 64 cores, 256 GiB of RAM and 8 processes
         filled = script.fill_settings(settings, settings.world_size or 1, args.gpu_memory, 9.0, (64, 256.0, 8))
         settings = with_flags(settings, **filled)
     device = pretend_a_gpu()
@@ -302,8 +302,8 @@ def main(args: Namespace) -> None:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = sum(parameter.nbytes for parameter in trained)
 
-        # a first step makes the optimizer's state; from the second micro-batch on there are gradients, and in DDP they
-        # are views of buckets that stay
+        # create the optimizer state, and the gradients, which exist from the second micro-batch on; in DDP they stay
+        # allocated as views of its buckets
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -315,12 +315,11 @@ def main(args: Namespace) -> None:
         trace.flops = 0
         trace.waits.clear()
 
-        # one micro-batch and the update
         with engine.around_micro_batch(last=True):
             script.trial_step(model, batch, settings)
         engine.update(0.0)
 
-    # activations grow with the micro-batch; if smaller micro-batches follow each other, there are gradients beside them
+    # activations scale with the micro-batch; if a smaller one needs accumulation, gradients are allocated meanwhile
     activations = trace.peak - state
     margin = MARGIN_SHARE * trace.peak + MARGIN_BYTES
     room = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - state
@@ -330,11 +329,11 @@ def main(args: Namespace) -> None:
     largest = max(math.floor(room * size / activations), size * fits, 0)
 
     rows = {
-        "state": f"{state / GIB:8.2f} GiB  weights, optimizer state, gradients that stay",
-        "activations": f"{activations / GIB:8.2f} GiB  and gradients, at the peak",
-        "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.4 GiB, for what torch does not see",
+        "state": f"{state / GIB:8.2f} GiB  weights, optimizer state, persistent gradients",
+        "activations": f"{activations / GIB:8.2f} GiB  including gradients, at the peak",
+        "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.4 GiB for memory outside torch's tensors",
         "in all": f"{(trace.peak + margin) / GIB:8.2f} GiB",
-        "arithmetic": f"{trace.flops * accumulation / 1e12:8.2f} TFLOP a step and GPU",
+        "arithmetic": f"{trace.flops * accumulation / 1e12:8.2f} TFLOP per step and GPU",
         "host waits": "; ".join(f"{count} x {what}" for what, count in trace.waits.items()) or "none",
     }
     print(f"{args.script}: {size} samples per GPU x {accumulation} accumulation, {precision}")
@@ -351,7 +350,7 @@ def main(args: Namespace) -> None:
         "largest_batch": largest,
     }
     print(json.dumps(result), flush=True)
-    # torch's threads for a device that is not there would abort a regular exit
+    # a regular exit would abort in torch's threads for the fake device
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Write a small data set to try a task on: `python -m tools.sample_data TASK FOLDER`; TASK --help has its sizes."""
+"""Write a small data set to try out a task: `python -m tools.sample_data TASK FOLDER`; TASK --help lists the sizes."""
 
 import argparse
 import importlib
@@ -28,6 +28,6 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # transformers may import deepspeed, which would report that it looks for a GPU
+    # keeps DeepSpeed, if transformers imports it, from printing that it searches for a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main(sys.argv[1:])

@@ -1,12 +1,12 @@
-"""Compare two runs, or repeat some steps of a run and compare: equal to the bit?
+"""Check whether two runs are bit-identical, or whether repeating some steps of a run gives the same bits.
 
-python -m tools.verify runs/a runs/b                     lines of metrics.jsonl, summary.json, model.safetensors
-python -m tools.verify runs/a runs/b --tolerance 1e-6    numbers may differ by this much, relative to their size
-python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 from the checkpoint before, in a copy
+python -m tools.verify runs/a runs/b                     compare metrics.jsonl, summary.json and model.safetensors
+python -m tools.verify runs/a runs/b --tolerance 1e-6    allow this relative difference
+python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 in a copy, from the previous checkpoint
 
-Exit code 0: equal, 1: not equal, 2: wrong input. Numbers that a clock gives are left out. Steps are repeated by a
-script of this project from the folder that the run was started in (its data paths may be relative), and give the same
-bits on the same machine with --deterministic, or where the processes and threads are as they were.
+Exit codes: 0 equal, 1 different, 2 invalid input. Timings are ignored. With --steps, start it in the folder where the
+run was started, because data paths may be relative. Repeated steps give the same bits on the same machine with
+--deterministic, or with the same number of processes and threads.
 """
 
 import filecmp
@@ -22,30 +22,30 @@ from pathlib import Path
 from utils.cli import InputError, Parser, pattern, read_config, real, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
-# what the machine was doing at the time, not what the run computed
+# endings of metrics that depend on the machine's load, not on the computation
 TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
-# entries of args.yaml that do not belong to the steps; with --wandb the copy would log into the run's project
+# flags in args.yaml that are not repeated; --wandb would log the copy into the run's project
 NOT_REPEATED = ("resume_from", "overwrite", "eval_only", "predict", "profile", "wandb")
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="run folders: two to compare, or one with --steps")
-    add("--tolerance", type=real(0), default=0.0, help="largest relative difference that counts as equal")
+    add("runs", nargs="+", metavar="RUN", help="two run folders to compare, or one with --steps")
+    add("--tolerance", type=real(0), default=0.0, help="maximum relative difference that counts as equal")
     add("--steps", type=pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 11:20"), help="repeat these steps of one run")
-    add("--script", help="script that repeats the steps; left out: the one named in the run's args.yaml")
+    add("--script", help="script that repeats the steps; default: the script named in the run's args.yaml")
     args = parser.parse(argv)
     if len(args.runs) != (1 if args.steps else 2):
         parser.error("give two run folders, or one with --steps A:B")
     return args
 
 
-# --- comparing --------------------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """A file of a run folder. Links are refused: in somebody else's folder they may lead anywhere."""
+    """Return the path of a file in a run folder; reject links, which may lead anywhere in an untrusted folder."""
     path = folder / name
     if path.is_symlink() or not path.is_file():
         raise InputError(f"{path}: no such file; give the folder of a run")
@@ -53,7 +53,7 @@ def find_file(folder: Path, name: str) -> Path:
 
 
 def read_log(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl as dicts, without what a clock gives."""
+    """Read metrics.jsonl as a list of dicts without timings."""
     path = find_file(folder, "metrics.jsonl")
     lines = []
     for row, text in enumerate(path.read_bytes().splitlines(), start=1):
@@ -68,7 +68,7 @@ def read_log(folder: Path) -> list[dict]:
 
 
 def read_results(folder: Path) -> list[dict]:
-    """The metrics of summary.json, at the end of a run, as one more line; none before that."""
+    """Read the metrics of summary.json as one more log line; an unfinished run has none."""
     if not (folder / "summary.json").is_file():
         return []
     path = find_file(folder, "summary.json")
@@ -81,7 +81,7 @@ def read_results(folder: Path) -> list[dict]:
 
 
 def relative_difference(a, b) -> float:
-    """|a - b| / max(|a|, |b|) of two floats; infinite for anything else, such as steps, which must be the same."""
+    """Return |a - b| / max(|a|, |b|) for two floats, infinity for other types, which must be equal."""
     if not isinstance(a, float) or not isinstance(b, float):
         return math.inf
     difference = abs(a - b) / (max(abs(a), abs(b)) or 1)
@@ -89,12 +89,12 @@ def relative_difference(a, b) -> float:
 
 
 def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
-    """Print where two logs differ first, and by how much at most; returns whether they are equal."""
+    """Print the first and the largest difference of two logs; return whether they are equal."""
     first, largest = "", 0.0
     for row, (a, b) in enumerate(zip(one, other, strict=False), start=1):
         for name in a | b:
             x, y = a.get(name, "nothing"), b.get(name, "nothing")
-            # repr tells apart all that has other bits, as 0.0 and -0.0, and takes nan as equal to nan
+            # repr distinguishes 0.0 from -0.0, but treats NaN as equal to NaN
             if repr(x) != repr(y):
                 first = first or f"line {row}, step {a['step']}: {name} is {x!r} and {y!r}"
                 largest = max(largest, relative_difference(x, y))
@@ -111,7 +111,7 @@ def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
 
 
 def same_weights(folders: list[Path], tolerance: float) -> bool:
-    """Compare the bits of model.safetensors where both runs have one; with a tolerance they are only reported."""
+    """Compare model.safetensors bit by bit if both runs have one; with a tolerance, only report a difference."""
     paths = [folder / "model.safetensors" for folder in folders]
     if not all(path.is_file() for path in paths):
         return True
@@ -120,11 +120,11 @@ def same_weights(folders: list[Path], tolerance: float) -> bool:
     return same or tolerance > 0
 
 
-# --- repeating --------------------------------------------------------------------------------------------------------
+# --- repeated steps ---------------------------------------------------------------------------------------------------
 
 
 def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
-    """Copy the newest intact checkpoint of at most `before` steps. Raises InputError where there is none."""
+    """Copy the newest intact checkpoint from step `before` or earlier; raise InputError if there is none."""
     from utils.checkpoint import read_run_id, read_seal
 
     run_id = read_run_id(folder)
@@ -142,10 +142,10 @@ def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
 
 
 def repeat(folder: Path, first: int, last: int, script: str | None) -> tuple[list[dict], list[dict]]:
-    """Run steps first..last again in a scratch folder; returns the lines of that in the run's log and in the new one.
+    """Repeat steps first..last in a scratch folder; return these steps' lines of the original and of the new log.
 
-    The run folder may be somebody else's. Of it the child process gets a copy of a checkpoint, which scripts load as
-    plain tensors and numbers, and flags, which its own parser checks: no command, path to run or environment.
+    The run folder is untrusted. The child process gets only a copy of a checkpoint, from which scripts load nothing but
+    tensors and numbers, and flags, which the script's parser checks; never a command, program path or environment.
     """
     flags = read_config(str(find_file(folder, "args.yaml")))
     scripts = {path.name: path for path in (*ROOT.glob("*.py"), *ROOT.glob("examples/*.py"))}
@@ -159,7 +159,7 @@ def repeat(folder: Path, first: int, last: int, script: str | None) -> tuple[lis
 
     with tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         scratch = Path(scratch)
-        # the script's own --config turns entries into flags, checked as on a command line, whose words win over them
+        # the script's --config checks the flags like a command line, and the flags in `command` take precedence
         config = scratch / "flags.json"
         config.write_text(json.dumps({flag: flags[flag] for flag in flags if flag not in NOT_REPEATED}))
         command = [sys.executable, scripts[name], "--config", config]
@@ -168,10 +168,10 @@ def repeat(folder: Path, first: int, last: int, script: str | None) -> tuple[lis
             copy_checkpoint(folder, first - 1, scratch / "checkpoint.pt")
             command += ["--resume_from", scratch / "checkpoint.pt"]
         if code := subprocess.run(command).returncode:
-            # the script has said why
+            # the script has printed the reason
             sys.exit(code)
         repeated = read_log(scratch / "run")
-    # --max_steps brings an evaluation and the end of a log interval, which the run need not have at this step
+    # --max_steps forces an evaluation and a log line at the last step, which the original run may lack
     kinds = [line.keys() for line in lines if line["step"] == last]
     again = [line for line in repeated if line["step"] < last or line.keys() in kinds]
     return lines, [line for line in again if line["step"] >= first]

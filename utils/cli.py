@@ -1,6 +1,6 @@
-"""The command line that all scripts share: types of values, common flags, --config files, errors in one line.
+"""The command line of all scripts: argument types, common flags, --config files, one-line errors.
 
-Light on purpose (no torch): `--help` and a mistyped flag answer at once.
+Does not import torch, so that `--help` and errors in flags appear immediately.
 """
 
 import argparse
@@ -19,25 +19,25 @@ from pathlib import Path
 
 
 class InputError(Exception):
-    """The user's input cannot be used: flags, files, data. The process ends with this one line and exit code 2."""
+    """The user's flags, files or data are unusable: print this one line and exit with code 2."""
 
 
 class RunError(Exception):
-    """The run cannot go on: full disk, no memory, divergence. The process ends with this one line and exit code 1."""
+    """The run cannot continue (full disk, out of memory, divergence): print this one line and exit with code 1."""
 
 
 def is_first_process() -> bool:
-    """True on rank 0, also before the process group exists."""
+    """Return whether this is rank 0; also works before the process group exists."""
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough for the one line of ours; its type where it says nothing."""
+    """Return the first line of an exception's message, cut to 150 characters, or its type if there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:150]
 
 
 def refuse(problems: list[str], what: str) -> None:
-    """Raises InputError where there are problems (`file: what is wrong; what to do`); rank 0 lists several first."""
+    """Raise InputError if `problems` (`file: what is wrong; what to do`) is not empty; rank 0 first lists several."""
     if len(problems) > 1:
         if is_first_process():
             print("\n".join(problems), flush=True)
@@ -48,7 +48,7 @@ def refuse(problems: list[str], what: str) -> None:
 
 
 def with_flags(args: argparse.Namespace, **values) -> argparse.Namespace:
-    """A copy of the flags with some other values: flags themselves are final once parsed."""
+    """Return a copy of the flags with some values changed; parsed flags are never modified."""
     return argparse.Namespace(**vars(args) | values)
 
 
@@ -83,7 +83,7 @@ def real(low: float, high: float = math.inf, *, above: bool = False) -> Callable
 
 
 def pattern(form: str, meaning: str) -> Callable[[str], str]:
-    """argparse type: a text that the regular expression `form` matches as a whole."""
+    """argparse type: a string that fully matches the regular expression `form`."""
 
     def parse(text: str) -> str:
         if not re.fullmatch(form, text):
@@ -94,7 +94,7 @@ def pattern(form: str, meaning: str) -> Callable[[str], str]:
 
 
 def window(text: str) -> str:
-    """argparse type: two steps A:B of which the first is not after the last."""
+    """argparse type: two steps A:B with A <= B."""
     found = re.fullmatch(r"([1-9]\d{0,17}):([1-9]\d{0,17})", text)
     if not found or int(found[1]) > int(found[2]):
         raise argparse.ArgumentTypeError(f"must be the first and the last step, as 10:12, not {text!r}")
@@ -104,11 +104,11 @@ def window(text: str) -> str:
 # --- the parser -------------------------------------------------------------------------------------------------------
 
 
-ADVANCED = "rarely changed: keys of a --config file (--KEY works, too)"
+ADVANCED = "rarely changed: keys of a --config file (also accepted as --KEY)"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults in the help, and the examples as they stand."""
+    """Help text with defaults and with the line breaks of the examples."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         text = super()._format_action_invocation(action)
@@ -120,16 +120,18 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser with --config, which reports a mistake as one line, from one process, with exit code 2.
+    """ArgumentParser with --config; reports an error as one line from one process and exits with code 2.
 
-    Every flag needs a default: a script must start without any.
+    Every flag needs a default, because a script must start without flags.
     """
 
     def __init__(self, doc: str, sections: tuple[str, ...] = ()):
-        """doc: a line, and examples. sections: keys of a --config file below which flags stand, as in a guide."""
+        """doc: a description in the first line, then examples. sections: keys of a --config file that group flags."""
         description, _, examples = doc.partition("\n")
         super().__init__(description=description, epilog=examples, allow_abbrev=False, formatter_class=HelpFormatter)
-        self.add_argument("--config", metavar="FILE", help="YAML or JSON that sets any flag; the command line wins")
+        self.add_argument(
+            "--config", metavar="FILE", help="YAML or JSON file of flags; the command line takes precedence"
+        )
         self.advanced = self.add_argument_group(ADVANCED)
         self.source = ""
         self.sections = sections
@@ -148,15 +150,15 @@ class Parser(argparse.ArgumentParser):
         sys.exit(report(InputError(f"{self.source}{message}; see --help")))
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
-        """Defaults < --config < command line."""
+        """Parse the command line; it takes precedence over --config, and --config over defaults."""
         words = sys.argv[1:] if argv is None else argv
         args = self.parse_args(words)
         if args.config:
             path = args.config
             if path.startswith("config/") and not Path(path).exists():
-                # as guide 3 names the folder
+                # guide 3 writes config/ instead of configs/
                 path = path.replace("config/", "configs/", 1)
-            # the command line alone was right, so that a mistake from here on is the file's; its words come first
+            # the command line parsed, so any error now is in the file; file flags go first so the command line wins
             self.source = f"{path}: "
             args = self.parse_args([*self.config_words(path), *words])
             args.config, self.source = path, ""
@@ -164,21 +166,20 @@ class Parser(argparse.ArgumentParser):
         if trains and getattr(args, "wandb", None) and importlib.util.find_spec("wandb") is None:
             self.error("--wandb: it is not installed; pip install -r requirements-wandb.txt")
         if getattr(args, "deterministic", False):
-            # cuBLAS reads this when torch first uses it: one workspace, whose sums have one order
+            # a fixed workspace makes cuBLAS sum in a fixed order; read when torch first uses cuBLAS
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         if getattr(args, "profile", None):
-            # torch's profiler would print lines of its own
+            # silences torch's profiler
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         return args
 
     def given(self, argv: list[str] | None = None) -> set[str]:
-        """The names of the flags that the command line itself gives."""
         words = sys.argv[1:] if argv is None else argv
         actions = (self._option_string_actions.get(word.partition("=")[0]) for word in words)
         return {action.dest for action in actions if action}
 
     def config_words(self, path: str) -> list[str]:
-        """A config file as the words of a command line, so that both are checked alike."""
+        """Convert a config file to command-line words, so that both get the same checks."""
         words = []
         values = read_config(path)
         for section in self.sections:
@@ -189,10 +190,10 @@ class Parser(argparse.ArgumentParser):
         for key, value in values.items():
             flag = f"--{key}"
             if key == "script":
-                # args.yaml of a run names its script beside the flags
+                # not a flag: a run's args.yaml also names its script
                 continue
             if isinstance(value, bool):
-                # `key: false` is --no-key where there is such a flag, and nothing where a switch is off anyway
+                # `key: false` becomes --no-key if that flag exists, else nothing: other switches are off by default
                 off = f"--no-{key}"
                 known = flag in self._option_string_actions
                 words += [flag] if value or not known else [off] * (off in self._option_string_actions)
@@ -203,7 +204,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_config(path: str) -> dict:
-    """A YAML or JSON mapping; JSON may hold // comments. A mistake ends the process with one line."""
+    """Read a YAML or JSON mapping (JSON may contain // comments); exit with a one-line error if that fails."""
     import yaml
 
     try:
@@ -231,10 +232,10 @@ def add_common_arguments(
     batch_of_all: bool = False,
     least_epochs: int = 1,
 ) -> None:
-    """The flags that mean the same in every script, with the guide's defaults; each guide's names are synonyms.
+    """Add the flags that all scripts share; names used in the guides are synonyms.
 
-    num_epochs: None where the guide counts steps. batch_of_all: --batch_size is that of all GPUs, as guide 2 has it.
-    least_epochs: 0 where a model that was not trained by steps says something.
+    num_epochs: None if the guide counts steps. batch_of_all: as in guide 2, --batch_size counts the samples of all
+    GPUs. least_epochs: minimum of --num_epochs.
     """
     parser.usage = "%(prog)s [--config FILE] [flags]"
     advanced = parser.advanced.add_argument
@@ -249,96 +250,110 @@ def add_common_arguments(
             default=num_epochs,
             help="passes over the training set",
         )
-    add("--seed", type=whole(-(10**18)), default=0, help="of initial weights, sample order and all other random draws")
-    add("--max_steps", type=whole(0), default=0, help="stop after N optimizer steps in all; 0: at the end")
-    add("--resume_from", metavar="auto|PATH", help="auto: the folder's newest intact checkpoint, or start; or a file")
-    add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
-    add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
-    text = f"evaluate every N steps{', besides after each epoch' if num_epochs else ''}"
+    add(
+        "--seed",
+        type=whole(-(10**18)),
+        default=0,
+        help="seed of initial weights, sample order and all other randomness",
+    )
+    add("--max_steps", type=whole(0), default=0, help="stop when the run has made N optimizer steps; 0: no limit")
+    add("--resume_from", metavar="auto|PATH", help="auto: newest intact checkpoint of the run, if any; or a file")
+    add("--overwrite", action="store_true", help="delete the run in the output folder and start again")
+    add("--eval_only", action="store_true", help="evaluate --resume_from, or best.pt of the run, without training")
+    text = f"evaluate every N steps{' as well as after each epoch' if num_epochs else ''}"
     add("--eval_every_steps", "--eval_interval", type=whole(0), default=0, help=text)
-    text = "save every N steps and after evaluations; if unset every 500 steps, at most once a minute"
+    text = "save every N steps and after evaluations; default: every 500 steps, at most once a minute"
     add("--save_every", "--ckpt_interval", type=whole(0), help=text)
-    add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
+    add("--keep_last", type=whole(1), default=2, help="number of checkpoints to keep besides best.pt")
 
     add = parser.add_argument_group("optimization").add_argument
     text, product = "samples PER GPU and forward pass; fixed for the run", "batch size x accumulation x GPUs"
     if batch_of_all:
-        text = "samples over ALL GPUs and forward pass; with --effective_batch_size PER GPU"
+        text = "samples over ALL GPUs and forward pass; with --effective_batch_size: PER GPU"
         product = "batch size x accumulation"
     add("--batch_size", "--train_batch_size", type=whole(1), default=batch_size, help=text)
-    text = "forward passes PER GPU summed into one step"
+    text = "forward passes PER GPU in one optimizer step"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
-    text = f"samples of a step over ALL GPUs, however many; default: {product} at the first start"
+    text = f"global batch: samples of a step over ALL GPUs; default: {product} at the first start"
     add("--effective_batch_size", type=whole(1), metavar="N", help=text)
-    text = "peak learning rate, before any scaling"
+    text = "peak learning rate before any scaling"
     add("--learning_rate", "--lr", type=real(0, above=True), default=learning_rate, help=text)
-    add("--grad_clip", "--grad_clip_norm", type=real(0), default=1.0, help="largest gradient norm; 0: no clipping")
-    advanced("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
+    add("--grad_clip", "--grad_clip_norm", type=real(0), default=1.0, help="maximum gradient norm; 0: no clipping")
+    advanced("--max_bad_steps", type=whole(1), default=10, help="stop after skipping N non-finite steps in a row")
 
     add = parser.add_argument_group("speed and memory").add_argument
     yes_no = argparse.BooleanOptionalAction
     precisions = ("auto", "no", "bf16", "fp16")
     shares = pattern(r"equal|auto|[1-9]\d{0,5}(,[1-9]\d{0,5})*", "equal, auto or one whole number per process, as 2,1")
-    add("--mixed_precision", choices=precisions, default="auto", help="auto: bf16 where the GPU has it, else fp16")
-    advanced("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
-    text = "how GPUs share a step: equal, auto (by measured speed), or as 2,1 for one twice as fast as the other"
+    add(
+        "--mixed_precision",
+        choices=precisions,
+        default="auto",
+        help="auto: bf16 if the GPU supports it, else fp16",
+    )
+    advanced("--auto_batch", action=yes_no, help="halve the batch until it fits into memory; default: on GPUs only")
+    text = "how GPUs divide a step: equal, auto (by measured speed), or 2,1 if the first is twice as fast as the second"
     advanced("--gpu_shares", type=shares, default="equal", help=text)
-    add("--num_workers", type=whole(0), default=4, help="data loading processes PER GPU")
-    add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
-    add("--deterministic", action="store_true", help="the same bits at any number of processes of one kind; slower")
-    text = "write a trace of steps A to B for ui.perfetto.dev"
+    add("--num_workers", type=whole(0), default=4, help="data loading workers PER GPU")
+    add("--compile", action="store_true", help="torch.compile the model: the first steps are slow, later ones faster")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="same bits at any number of processes on one kind of device; slower",
+    )
+    text = "write a trace of steps A to B, to open in ui.perfetto.dev"
     add("--profile", type=window, metavar="A:B", help=text)
 
     add = parser.add_argument_group("logging and launch").add_argument
     add("--log_every", "--summary_interval", type=whole(1), default=10, help="optimizer steps between log lines")
-    text = "log to Weights & Biases, too"
+    text = "also log to Weights & Biases"
     add("--wandb", "--wandb_project", metavar="PROJECT", nargs="?", const=Path(output_dir).name, help=text)
-    add("--world_size", type=whole(1), help="with plain `python`: start N processes through torchrun")
+    add("--world_size", type=whole(1), help="when started by plain `python`: start N processes with torchrun")
     advanced(
-        "--dist_timeout", type=whole(1), default=600, help="seconds after which a rank gives up on one that is stuck"
+        "--dist_timeout", type=whole(1), default=600, help="seconds a rank waits for a stuck rank before it gives up"
     )
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- start and exit ---------------------------------------------------------------------------------------------------
 
 
 def report(error: Exception) -> int:
-    """Print the one line of an InputError or RunError (first process only); returns its exit code."""
+    """Print an InputError or RunError as one line on rank 0; return its exit code."""
     code = 2 if isinstance(error, InputError) else 1
     first = is_first_process()
     if first:
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-    # A launcher ends all processes when the first has failed, so the one that says why must go first. srun then
-    # returns the largest exit code: a process ended by SIGTERM would turn 2 into 143, a job stopped by its time limit.
+    # Launchers kill all ranks once one exits, so rank 0 must print first. srun returns the largest exit code: a rank
+    # killed by SIGTERM would turn 2 into 143, the code of a run that SLURM stopped at its time limit.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if not first:
         time.sleep(5)
     elif os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        # the others are not all here yet
+        # srun kills the other ranks when this one exits; let them install the handler first
         time.sleep(2)
     return code
 
 
 def launch_workers(world_size: int | None) -> None:
-    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it."""
+    """Turn `python script.py --world_size N` into torchrun with N processes."""
     if (world_size or 1) > 1 and "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         command = [sys.executable, str(Path(__file__).with_name("torchrun.py")), "--standalone"]
         command += [f"--nproc_per_node={world_size}", *sys.argv]
         if os.name == "nt":
-            # where execv would return to the prompt at once
+            # execv on Windows would return to the prompt while the script is running
             sys.exit(subprocess.call(command))
         os.execv(sys.executable, command)
 
 
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
-    """Run `main(args)` and exit with its code; InputError and RunError become one line."""
+    """Run `main(args)` and exit with its code; print an InputError or RunError as one line."""
     try:
         code = main(args) or 0
     except (InputError, RunError) as error:
         code = report(error)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
-        # all is written; torch 2.13's threads abort in one of some dozen shutdowns of Python
+        # skip Python's shutdown, in which torch 2.13's threads abort once in a few dozen runs
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -1,7 +1,7 @@
-"""Guide 1's command: what this machine has, and the settings that follow from the guide's table.
+"""Report this machine's hardware and the training settings that guide 1 derives from it.
 
-python -m utils.hardware_utils            a report
-python -m utils.hardware_utils --json     the same for programs
+python -m utils.hardware_utils            print a report
+python -m utils.hardware_utils --json     print the same data as JSON
 """
 
 import importlib.util
@@ -16,11 +16,10 @@ import torch
 from hardware_utils import GIB, usable_cores
 from utils.cli import Parser, whole
 
-# --- what this machine has --------------------------------------------------------------------------------------------
+# --- hardware ---------------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the system, "" where there is none."""
     try:
         return path.read_text()
     except OSError:
@@ -28,25 +27,25 @@ def _read(path: Path) -> str:
 
 
 def _numbers(path: Path) -> list[int]:
-    """The numbers in a control group's file; `max` and -1 mean no limit and are left out."""
+    """Return the numbers in a cgroup file; skips `max` and -1, which mean no limit."""
     return [int(word) for word in _read(path).split() if word.isdigit()]
 
 
 def _memory_groups(root: Path) -> list[Path]:
-    """Folders of this process's control groups (Linux, v1 and v2) and of those above them, whose limits also apply."""
+    """Return the folders of this process's cgroups (v1 and v2) and of their parents, which also limit its memory."""
     folders = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers:
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            # In a container the path may be the host's, and only `top` exists.
+            # Inside a container the path may be the host's; then only `top` exists.
             own = top / path.strip("/")
             folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
     return folders
 
 
 def available_ram_gb(root: Path = Path("/")) -> float:
-    """Memory in GiB that can be taken without swapping: the host's, or what the container's limit leaves of it."""
+    """Return the GiB of memory a process can allocate without swapping or exceeding its container's limit."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -54,29 +53,30 @@ def available_ram_gb(root: Path = Path("/")) -> float:
         limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
         if limit and used:
-            # Cached files count as used, but are dropped when memory runs short.
+            # Page cache counts as used memory, but the kernel evicts it when memory runs short.
             cached = re.findall(r"inactive_file (\d+)", _read(folder / "memory.stat"))
             free = min(free, limit[0] - used[0] + max(map(int, cached), default=0))
     return max(0.0, free / GIB)
 
 
 def detect_gpus() -> tuple[list[dict], list[str]]:
-    """(the GPUs that torch can use, notes for the user). Memory in GiB.
+    """Return (the GPUs that torch can use, notes for the user); memory is in GiB.
 
-    Free memory comes from nvidia-smi: to ask torch would take several hundred MB on each GPU.
+    Free memory comes from nvidia-smi: torch would first allocate a context of several hundred MB on each GPU.
     """
     query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         answer = ""
-    # "GPU-<uuid>, <MiB or [N/A]>" for each GPU, hidden ones included; some versions of torch leave out "GPU-"
+    # nvidia-smi prints "GPU-<uuid>, <MiB or [N/A]>" for every GPU, even those hidden from torch
     listed = dict(re.findall(r"^GPU-(\S+), (.+)$", answer, re.MULTILINE))
 
     gpus = []
-    # torch counts GPUs by asking the driver, even where CUDA does not start
+    # device_count() asks the driver, so it can be above 0 although CUDA fails to initialize
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         card = torch.cuda.get_device_properties(index)
+        # some torch versions omit "GPU-" from the uuid
         free = listed.get(str(card.uuid).removeprefix("GPU-"), "")
         gpu = {
             "name": card.name,
@@ -100,23 +100,23 @@ def detect_gpus() -> tuple[list[dict], list[str]]:
 
 
 def detect_hardware() -> dict:
-    """Facts about this machine, as --json prints them."""
+    """Return the hardware part of the --json output."""
     gpus, notes = detect_gpus()
     return {
         "gpu_count": len(gpus),
         "gpus": gpus,
         "cpu_cores": usable_cores(),
         "ram_available_gb": round(available_ram_gb(), 1),
-        # found, not imported, which takes seconds
+        # importing deepspeed would take seconds
         "deepspeed_installed": importlib.util.find_spec("deepspeed") is not None,
         "notes": notes,
     }
 
 
-# --- the settings that follow -----------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 
-# GPU memory in GB as sold, batch per GPU, effective batch on 4 GPUs. From 20 GB down this is the guide's table. Above
-# it a larger batch spreads the same number of kernel launches over more samples.
+# (nominal GPU memory in GB, batch per GPU, global batch on 4 GPUs). The rows up to 20 GB are the guide's table; larger
+# GPUs get larger batches, which amortize kernel launches over more samples.
 GPU_TABLE = (
     (141, 128, 256),
     (80, 64, 256),
@@ -139,25 +139,25 @@ def settings_for(
     batch_size: int | None = None,
     processes_per_node: int | None = None,
 ) -> dict:
-    """Guide 1's settings for num_processes processes in all, one per GPU, or on CPUs without gpu_memory_gb.
+    """Return guide 1's training settings; dataloader_num_workers is the total per node.
 
-    gpu_memory_gb and compute (capability) are those of the smallest GPU, cores and ram_gb of one node. batch_size
-    replaces the table's. dataloader_num_workers is the total of a node, prefetch_factor is per loading worker.
+    num_processes: on all nodes together, one per GPU. gpu_memory_gb, compute: minimum memory and compute capability of
+    the GPUs, None without GPUs. cores, ram_gb: of one node. batch_size: overrides the batch per GPU of GPU_TABLE.
     """
     on_gpu = gpu_memory_gb is not None
     largest, effective = 8, 256
     if on_gpu:
-        # The driver and error correction keep up to 0.7 GiB or 3 % of what a card is sold with.
+        # The driver and ECC reserve up to 0.7 GiB or 3 % of the nominal memory.
         rows = (row for row in GPU_TABLE if gpu_memory_gb >= row[0] - max(0.7, 0.03 * row[0]))
         _, largest, effective = next(rows)
-    # GPUs sold with 16 GB and more hold all activations and the optimizer's state.
+    # GPUs with 16 GB or more hold all activations and the optimizer state.
     roomy = largest >= 12
 
     def accumulation(batch: int) -> int:
-        """Micro-batches per step that come nearest to the effective batch, which is the same for any number of GPUs."""
+        """Micro-batches per step that come closest to the global batch, which does not depend on the number of GPUs."""
         return max(1, int(effective / (batch * num_processes) + 0.5))
 
-    # A batch above 16, the guide's largest, must not change the effective batch that 16 would give.
+    # A batch above 16, the guide's largest, must give the same global batch as 16.
     smallest = min(largest, 16)
     share = smallest * accumulation(smallest)
     batch = batch_size or max(size for size in range(smallest, largest + 1) if share % size == 0)
@@ -168,7 +168,7 @@ def settings_for(
         "batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation(batch),
         "effective_batch_size": batch * num_processes * accumulation(batch),
-        # Two cores are left to the training processes.
+        # Two cores remain for the training processes.
         "dataloader_num_workers": max(1, min(3 * (processes_per_node or num_processes), cores - 2)),
         "prefetch_factor": 2 + (ram_gb > 32) + (ram_gb > 64),
         "mixed_precision": precision if on_gpu else "no",
@@ -179,11 +179,10 @@ def settings_for(
     }
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- command line -----------------------------------------------------------------------------------------------------
 
 
 def report(facts: dict, settings: dict) -> str:
-    """The guide's report: what was found, and the settings."""
 
     def heading(title: str) -> list[str]:
         return ["", title.center(70).rstrip(), "-" * 70]
@@ -228,13 +227,12 @@ def report(facts: dict, settings: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report, or with --json the facts and settings for programs."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--json", action="store_true", help="one JSON object instead of the report")
-    add("--gpus", type=whole(1), help="processes per node; left out: one per GPU, or one without GPUs")
-    add("--nodes", type=whole(1), default=1, help="machines like this one")
-    add("--no_deepspeed", action="store_true", help="DDP even if DeepSpeed is installed")
+    add("--json", action="store_true", help="print one JSON object instead of the report")
+    add("--gpus", type=whole(1), help="processes per node; default: one per GPU, or one without GPUs")
+    add("--nodes", type=whole(1), default=1, help="number of machines like this one")
+    add("--no_deepspeed", action="store_true", help="use DDP even if DeepSpeed is installed")
     args = parser.parse(argv)
 
     facts = detect_hardware()

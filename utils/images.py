@@ -1,11 +1,11 @@
-"""Images as users have them, opened upright: PNG, JPEG, 16-bit and float TIFF, palette, RGBA, DICOM.
+"""Open PNG, JPEG, TIFF (also 16-bit and float), palette, RGBA and DICOM images upright. No torch.
 
-Training, preparation and prediction all open images here, so an image looks the same to a model in all three. No torch.
-pydicom decompresses JPEG Lossless, JPEG-LS and JPEG 2000 by GDCM (BSD; its package is Apache-2.0).
+Training, preparation and prediction all open images here, so a model sees the same pixels in all three. pydicom
+decompresses JPEG Lossless, JPEG-LS and JPEG 2000 with GDCM (BSD; its package is Apache-2.0).
 """
 
 import contextlib
-import zlib  # noqa: F401 - if GDCM came first, the system's zlib would be bound to GDCM's own, and crash
+import zlib  # noqa: F401 - loaded before GDCM; otherwise the system's zlib would bind to GDCM's own copy and crash
 from pathlib import Path
 
 import numpy as np
@@ -14,29 +14,29 @@ from PIL import Image, ImageOps
 DICOM_ENDINGS = (".dcm", ".dicom", ".ima")
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", *DICOM_ENDINGS)
 
-# centre and width, in the file's units: the values that become black and white are centre -/+ width / 2
+# (center, width) in the file's units: center - width / 2 becomes black, center + width / 2 white
 Window = tuple[float, float]
 
 
 def open_image(path: str | Path) -> Image.Image:
-    """The image as 8-bit RGB."""
+    """Open an image as 8-bit RGB."""
     return open_upright(path).convert("RGB")
 
 
 def open_upright(path: str | Path, window: Window | None = None, side: int | None = None, raw=False) -> Image.Image:
-    """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
+    """Open an image as 8-bit gray (L) or RGB, rotated by its EXIF tag.
 
-    Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
-    side: a JPEG may be decoded at a reduced scale at which both its edges have so many pixels, which is faster. raw:
-    more than 8 bits stay unrounded (F) and, without a window, on a scale of their bits (see bits_window), floats on
-    their own. Raises OSError or ValueError for a file that cannot be opened.
+    Gray values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
+    side: lets a JPEG be decoded at a reduced scale, which is faster, if both edges keep at least `side` pixels. raw:
+    return gray values of more than 8 bits unrounded (F) and scale integers without a window by bits_window, not by
+    their range; float images keep their values. Raises OSError or ValueError for a file that cannot be opened.
     """
     try:
         return _open_dicom(path, window, raw) if is_dicom(path) else _open_picture(path, window, side, raw)
     except OSError:
         raise
     except Exception as error:
-        # pydicom raises AttributeError for a file without pixels, Pillow SyntaxError and its own errors
+        # pydicom raises AttributeError for a file without pixels; Pillow raises SyntaxError and its own types
         raise ValueError(str(error) or type(error).__name__) from None
 
 
@@ -46,7 +46,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
             image.draft(None, (side, side))
         if image.format == "TIFF" and image.n_frames > 1:
             raise ValueError(f"a TIFF of {image.n_frames} pages; write each to its own file")
-        # a damaged EXIF block says nothing about the orientation
+        # a damaged EXIF block has no usable orientation
         with contextlib.suppress(SyntaxError, ValueError):
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
@@ -60,7 +60,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
 
 
 def to_bytes(values: np.ndarray, window: Window | None = None, kind=np.uint8) -> np.ndarray:
-    """Numbers as `kind`: the window, or their own range, becomes 0 to 255. uint8 without a window stays as it is."""
+    """Scale values so that the window, or else their range, becomes 0..255; uint8 without a window stays unchanged."""
     if window is None and values.dtype == np.uint8:
         return values
     values = values.astype(np.float32)
@@ -71,7 +71,7 @@ def to_bytes(values: np.ndarray, window: Window | None = None, kind=np.uint8) ->
 
 
 def bits_window(values: np.ndarray) -> Window:
-    """From 0 to what 8, 10, 12, 14 or 16 bits hold: the same for all images of a device, unlike their own ranges."""
+    """Window from 0 to the largest 8, 10, 12, 14 or 16-bit number; unlike a range, equal for all images of a device."""
     bits = max(8, int(values.max()).bit_length())
     top = 2 ** (bits + bits % 2) - 1
     return top / 2, top
@@ -81,7 +81,7 @@ def bits_window(values: np.ndarray) -> Window:
 
 
 def is_dicom(path: str | Path) -> bool:
-    """Whether it is a file with a DICOM ending, or "DICM" after its first 128 bytes; DICOMDIR, an index, is none."""
+    """Return whether a file has a DICOM extension, or "DICM" at byte 128; False for DICOMDIR, which is an index."""
     path = Path(path)
     if path.name == "DICOMDIR" or not path.is_file():
         return False
@@ -104,7 +104,7 @@ def _open_dicom(path: str | Path, window: Window | None, raw: bool) -> Image.Ima
     if stored.ndim == 3:
         return Image.fromarray((stored >> 8 * (stored.itemsize - 1)).astype(np.uint8))
 
-    # grey: HU where it is CT, then the window
+    # the modality LUT converts CT to HU, the unit of the window
     values = apply_modality_lut(stored, dataset)
     if window is None and dataset.get("WindowWidth") and dataset.get("WindowCenter") is not None:
         window = float(np.ravel(dataset.WindowCenter)[0]), float(np.ravel(dataset.WindowWidth)[0])
@@ -120,9 +120,9 @@ def _open_dicom(path: str | Path, window: Window | None, raw: bool) -> Image.Ima
 
 
 def square_box(size: tuple[int, int], side: int) -> tuple[int, int, int, int]:
-    """Where `square` puts an image of size (width, height): (left, top, right, bottom), the last two exclusive.
+    """Return where square() places an image of size (width, height): (left, top, right, bottom), as for Image.crop.
 
-    A prediction goes back to the image's own size by `.crop(square_box(size, side)).resize(size)`.
+    `.crop(square_box(size, side)).resize(size)` converts a prediction back to the image's size.
     """
     width, height = (max(1, round(edge * side / max(size))) for edge in size)
     left, top = (side - width) // 2, (side - height) // 2
@@ -130,9 +130,9 @@ def square_box(size: tuple[int, int], side: int) -> tuple[int, int, int, int]:
 
 
 def square(image: Image.Image, side: int, resample: Image.Resampling) -> Image.Image:
-    """The image as side x side, never stretched: scaled until its longer edge fits, centred, black around it.
+    """Scale an image to fit side x side without distortion and center it on black.
 
-    An image and its mask (NEAREST) land on the same pixels, also where the mask has another resolution.
+    An image and its mask (resampled with NEAREST) stay aligned, even if their resolutions differ.
     """
     box = square_box(image.size, side)
     padded = Image.new(image.mode, (side, side))

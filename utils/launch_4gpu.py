@@ -1,14 +1,14 @@
-"""What train_4gpu.sh and train_4gpu.bat do: the X-ray to CT cascade on 4 GPUs, by Accelerate or torchrun.
+"""Train the X-ray to CT cascade on 4 GPUs with Accelerate or torchrun; behind train_4gpu.sh and train_4gpu.bat.
 
 bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
-train_4gpu.bat --config configs/multi_view_config.json --method torchrun --wandb       # under Windows
+train_4gpu.bat --config configs/multi_view_config.json --method torchrun --wandb       # on Windows
 """
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# started by its path, from any folder
+# started by its path, so the project is not on sys.path yet
 if not __package__:
     sys.path[0] = str(ROOT)
 
@@ -17,17 +17,19 @@ from utils.cli import Parser, whole
 
 
 def build_command(words: list[str]) -> list[str]:
-    """The words of utils/torchrun.py; flags that are not the launcher's go to train_accelerate.py as they are."""
+    """Return the arguments of utils/torchrun.py; flags unknown to this launcher go to train_accelerate.py unchanged."""
     parser = Parser(__doc__)
     parser.add_argument(
-        "--method", choices=("accelerate", "torchrun"), default="accelerate", help="the result is the same"
+        "--method", choices=("accelerate", "torchrun"), default="accelerate", help="launcher; both give the same result"
     )
-    parser.add_argument("--num_gpus", type=whole(1), default=4, help="processes, one per GPU; without GPUs: on the CPU")
+    parser.add_argument(
+        "--num_gpus", type=whole(1), default=4, help="processes, one per GPU; without GPUs they use the CPU"
+    )
     args, words = parser.parse_known_args(words)
     words = [str(ROOT / "train_accelerate.py"), *(["--config", args.config] if args.config else []), *words]
     if args.method == "torchrun" or args.num_gpus == 1:
         return [f"--nproc_per_node={args.num_gpus}", *words]
-    # the script chooses its precision where Accelerate is told `no`
+    # with `no`, --mixed_precision of the script decides
     launch = ["accelerate", "launch", "--multi_gpu", f"--num_processes={args.num_gpus}", "--num_machines=1"]
     return [*launch, "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", *words]
 

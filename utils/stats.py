@@ -1,9 +1,9 @@
-"""What the evaluations share: 95 % intervals by case (patient, study), and images of another case.
+"""95 % confidence intervals clustered by case (patient or study), and pairing of rows with other cases.
 
-Rows of one case are alike, so cases are what the jackknife leaves out. For a number in 0..1 its variance is turned into
-the number of independent rows that would vary as much, and the interval is the exact binomial one for that many (Korn
-and Graubard, Survey Methodology 24, 1998): it stays in 0..1 and has a width even where every row is right. Nothing is
-drawn at random without a fixed seed, so all ranks get the same. An unknown interval is (nan, nan).
+Rows of one case are correlated, so the jackknife leaves out whole cases. For values in 0..1, the jackknife variance
+gives an effective number of independent rows, whose exact binomial interval is used (Korn and Graubard, Survey
+Methodology 24, 1998): it stays in 0..1 and has a width even if every row is correct. An undefined interval is
+(nan, nan). Random draws have fixed seeds, so all ranks get the same results.
 """
 
 from collections import defaultdict
@@ -16,10 +16,10 @@ RESAMPLES = 1000
 
 
 def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
-    """(low, high) of the mean over rows; cases: each row's.
+    """Return the interval (low, high) of the mean of `values`; cases: the case of each value.
 
-    bounded: the values lie in 0..1; give False for others, such as the paired differences of two models. Unknown for
-    fewer than two cases, and for unbounded values that are the same in all cases.
+    bounded: the values lie in 0..1; use False for others, such as paired differences of two models. The interval is
+    undefined for fewer than two cases, and for unbounded values with no variance between cases.
     """
     from scipy.stats import beta, norm, t
 
@@ -30,12 +30,12 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
     rows, sums = np.bincount(case), np.bincount(case, weights=values)
     mean, without = values.mean(), (sums.sum() - sums) / (len(values) - rows)
     variance = (len(names) - 1) * without.var()
-    # what rounding leaves of a variance of 0 does not count
+    # rounding errors can turn a variance of 0 into a tiny number
     varies = variance > 1e-15
-    # Student's t: the variance is itself an estimate
+    # Student's t, because the variance is estimated too
     quantile = t.ppf(0.975, len(names) - 1)
     if bounded:
-        # Clopper and Pearson's interval; where nothing varies, each case counts as one row
+        # Clopper-Pearson interval; without variance, each case counts as one independent row
         count = len(names)
         if varies and 0 < mean < 1:
             count = mean * (1 - mean) / variance * (norm.ppf(0.975) / quantile) ** 2
@@ -48,7 +48,7 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
 
 
 def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
-    """(1000, rows) float32: how often each row is in resamples of the cases within strata; always the same draws."""
+    """Bootstrap the cases within strata, always with the same draws; return each row's counts (1000, rows) float32."""
     names, first, place = np.unique(cases, return_index=True, return_inverse=True)
     counts = np.zeros((RESAMPLES, len(names)), np.float32)
     random = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
 
 
 def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
-    """(low, high): 2.5 and 97.5 % of a score in resamples of the data; unknown if fewer than half define it."""
+    """Return the interval (low, high) of a bootstrapped score; undefined unless most of the values are finite."""
     defined = values[np.isfinite(values)]
     if len(defined) <= len(values) / 2:
         return np.nan, np.nan
@@ -67,7 +67,7 @@ def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
 
 
 def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3) -> str:
-    """A number and its interval as all tables have them, "0.814 (0.792, 0.834)"; the number alone if that is unknown.
+    """Format a mean and its interval as "0.814 (0.792, 0.834)", without the interval if it is undefined.
 
     sign: "+" for a difference.
     """
@@ -76,12 +76,12 @@ def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3)
 
 
 def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:
-    """For each row the index of a row of another case, of the same kind (modality) where there is one.
+    """Return for each row the index of a row of another case, of the same kind (modality) if possible.
 
-    The cases, and then those of each kind, are put in a ring in random order; each takes the rows of the one before.
-    None if all rows are of one case.
+    Cases form a ring in random order, and each takes the rows of the case before it; rings of one kind take precedence
+    over the ring of all cases. Returns None if all rows belong to one case.
     """
-    # rows_of[kind][case]; the kind None, which comes first, holds all rows
+    # rows_of[kind][case]; the kind None comes first and holds all rows
     rows_of = defaultdict(lambda: defaultdict(list))
     for row, (case, kind) in enumerate(zip(cases, kinds, strict=True)):
         rows_of[None][case].append(row)

@@ -1,4 +1,4 @@
-"""A user's own table (CSV or parquet): its rows, its columns, and splits by patient. No torch."""
+"""Read user-supplied tables (CSV or parquet) and split their patients into train, val and test. No torch."""
 
 import argparse
 import csv
@@ -13,20 +13,23 @@ from pathlib import Path
 from utils.cli import InputError, is_first_process
 from utils.images import IMAGE_ENDINGS
 
-# what tables call the splits
+# names of the splits in user-supplied tables
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
-# cells that say nothing, in small letters
+# lower-case texts of empty cells
 BLANK = ("", "na", "nan", "n/a", "null", "none")
-# a number with a decimal comma or without; and thousands as English has them
+# a number with or without a decimal comma; an English number with a thousands separator
 DECIMAL, THOUSANDS = r"[+-]?\d*,?\d+(e[+-]?\d+)?", r"[+-]?\d{1,3},\d{3}"
 
-# (`file:row`, {column in small letters: its text}) of each row
+# (`file:row`, {lower-case column name: text}) of each row
 Rows = list[tuple[str, dict[str, str]]]
 
 
 def read_text(path: Path) -> str:
-    """A text in UTF-8, in UTF-16 with its mark, or else in Windows-1252, which is said. Raises OSError, ValueError."""
+    """Read a text file in UTF-8, UTF-16 (with a byte order mark) or Windows-1252; print the encoding if not UTF-8.
+
+    Raises OSError, and ValueError for text in none of these encodings.
+    """
     data = path.read_bytes()
     encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "UTF-8-sig"
     try:
@@ -42,11 +45,11 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path) -> Rows:
-    """The rows of a CSV (commas, semicolons or tabs; see read_text) or parquet file; the header is row 1.
+    """Read the rows of a parquet or CSV file (commas, semicolons or tabs); the header is row 1.
 
-    A column whose cells are all numbers, some with a decimal comma, gets points, which is said; "1,234" between commas
-    may be thousands and stays. Raises InputError for a file that is no table, for two columns of one name, and for rows
-    with more fields than the header.
+    In columns of numbers, decimal commas become points, which is printed; "1,234" stays in a comma-separated file,
+    because it may mean 1234. Raises InputError for an unreadable or empty table, duplicate column names, and rows with
+    more fields than the header.
     """
     delimiter, decimals = ",", []
     try:
@@ -67,7 +70,7 @@ def read_table(path: Path) -> Rows:
         raise InputError(f"{path}: no such file; check its name") from None
     except Exception as error:
         raise InputError(f"{path}: not a readable table ({error}); save it as CSV in UTF-8") from None
-    # spreadsheets may leave lines of delimiters at the end
+    # spreadsheets may append lines that contain only delimiters
     rows = [(source, record) for source, record in rows if any(record.values())]
     if not rows:
         raise InputError(f"{path}: holds no rows; the first line names the columns, each other line is a row")
@@ -95,7 +98,7 @@ def read_table(path: Path) -> Rows:
 
 
 def find_column(rows: Rows, *names: str) -> str:
-    """The first of these names that is a column, in small letters. Raises InputError with the nearest one there is."""
+    """Return the first of `names` that is a column, in lower case; else raise InputError with the closest column."""
     source, columns = rows[0]
     for name in names:
         if name.lower() in columns:
@@ -107,7 +110,7 @@ def find_column(rows: Rows, *names: str) -> str:
 
 
 def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]:
-    """(image, question) of --predict: one image, all images of a folder, or a CSV's rows with paths from its folder."""
+    """List (image, question) for --predict: an image, a folder of images, or a CSV whose paths start at its folder."""
     path = Path(predict)
     if path.suffix.lower() == ".csv":
         table = read_table(path)
@@ -117,7 +120,7 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
                 raise InputError(f"{source}: no question; complete the row or give --question")
         return [(path.parent / row[image], row.get("question") or question) for _, row in table]
     found = [path] if path.is_file() else sorted(path.rglob("*"))
-    # not the figures of a run in that folder
+    # skip figures written by runs in the folder
     found = [file for file in found if not (file.parent.name == "figures" and (file.parents[1] / "run_id").exists())]
     found = [file for file in found if file == path or file.suffix.lower() in IMAGE_ENDINGS]
     if not found:
@@ -129,7 +132,7 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
 
 
 def patient_in(pattern: str, name: str) -> str:
-    """What --patient_pattern finds in a file's name: its first group, else all that it matches; "" for nothing."""
+    """Return the first group (or, without groups, the match) of --patient_pattern in a file name, or ""."""
     try:
         found = re.search(pattern, name)
     except re.error as error:
@@ -138,7 +141,7 @@ def patient_in(pattern: str, name: str) -> str:
 
 
 def parse_shares(text: str) -> tuple[float, float, float]:
-    """argparse type: "0.8,0.1,0.1" or "80,10,10", the shares of the patients that train, validate and test."""
+    """argparse type: the shares of patients in train, val and test, such as "0.8,0.1,0.1" or "80,10,10"."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -149,20 +152,20 @@ def parse_shares(text: str) -> tuple[float, float, float]:
 
 
 def split_of(patient: str, seed: int, shares: tuple[float, float, float]) -> str:
-    """train, val or test, a function of seed and patient alone: a new patient moves none of the others."""
+    """Choose train, val or test from a hash of seed and patient, so that adding patients moves no other patient."""
     digest = hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
     place = int.from_bytes(digest, "big") / 2**64
     return "train" if place < shares[0] else "val" if place < shares[0] + shares[1] else "test"
 
 
 def in_two_splits(rows: Iterable[tuple]) -> list[str]:
-    """The sources of those rows (patient or other key, split, source) whose key an earlier row has in another split."""
+    """Return the source of each row (key, split, source) whose key has a different split where it first occurs."""
     first: dict = {}
     return [source for key, split, source in rows if first.setdefault(key, split) != split]
 
 
 def check_one_split(rows: Iterable[tuple[str, str, str]]) -> None:
-    """Raises InputError where a patient is in two splits; rows: (patient, split, source)."""
+    """Raise InputError if a patient is in two splits; rows: (patient, split, source)."""
     sources = in_two_splits(rows)
     if sources:
         reason = f"this patient is in another split in an earlier row ({len(sources)} such rows)"

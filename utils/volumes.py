@@ -1,11 +1,9 @@
-"""Volumes as hospitals export them, NIfTI or DICOM, with their axes turned to one orientation. No torch.
+"""Read NIfTI and DICOM volumes as hospitals export them and reorient their axes. No torch.
 
-Survival, the cascade and PRS-Med's slices all read here. A DICOM series is sorted by where its slices lie, never by
-their numbers or names. What is missing, doubled, shifted or mixed ends in one line that names the files.
-
-pydicom reads and GDCM decodes, as fast as SimpleITK. The geometry is checked here because no library checks all of it:
-SimpleITK averages gaps and takes the first of two series, dicom2nifti trusts InstanceNumber, and highdicom refuses
-files whose FrameOfReferenceUID was removed.
+DICOM slices are sorted by position, never by number or file name; missing, duplicate, shifted or mixed slices are an
+error. The geometry is checked here because no library checks all of it: SimpleITK averages gaps and takes the first of
+two series, dicom2nifti trusts InstanceNumber, and highdicom rejects files without FrameOfReferenceUID. pydicom with
+GDCM decodes as fast as SimpleITK.
 """
 
 from collections import Counter
@@ -17,9 +15,9 @@ import numpy as np
 from utils.cli import InputError, first_line
 from utils.images import is_dicom
 
-# directions of axes as letters; "?" for a file that does not say
+# letters of axis directions, such as R for right; "?" if the file does not define them
 CODES = "RLAPSI?"
-# what is needed of each slice, and how many numbers it is
+# tags required for each slice, with their number of values
 POSITION, SLOPE = "ImagePositionPatient", "RescaleSlope"
 TAGS = {
     POSITION: 3,
@@ -33,9 +31,10 @@ TAGS = {
 
 
 class Volume(NamedTuple):
-    """values (X, Y, Z) float32, HU where it is CT; affine (4, 4): voxel indices to mm, x right, y front, z up (RAS+).
+    """A volume and its geometry.
 
-    codes: where the axes of the file itself point to, such as "LPS"; "???" where it does not say.
+    values: (X, Y, Z) float32, in HU for CT. affine: (4, 4), maps voxel indices to mm in RAS+ (x right, y anterior, z
+    superior). codes: axis directions in the file, such as "LPS", or "???" if it does not define them.
     """
 
     values: np.ndarray
@@ -44,16 +43,16 @@ class Volume(NamedTuple):
 
     @property
     def spacing(self) -> np.ndarray:
-        """(3,) mm between voxels."""
+        """Voxel spacing (3,) in mm."""
         return np.linalg.norm(self.affine[:3, :3], axis=0)
 
     def summary(self) -> np.ndarray:
-        """(6,) numbers for describe(): spacing, codes."""
+        """Spacing and codes as (6,) numbers for describe()."""
         return np.array([*self.spacing, *map(CODES.index, self.codes)])
 
 
 def describe(summaries: np.ndarray, orientation: str | None) -> str:
-    """The line about a data set's volumes, from their summaries (N, 6)."""
+    """Return the banner text for a data set's volumes from their summaries (N, 6)."""
     codes = Counter("".join(CODES[int(code)] for code in row[3:]) for row in summaries)
     found = ", ".join(f"{count} {code}" for code, count in codes.most_common()).replace("???", "of unknown axes")
     turned = f", turned to {orientation}" if orientation and {*codes} != {orientation} else ""
@@ -63,22 +62,22 @@ def describe(summaries: np.ndarray, orientation: str | None) -> str:
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """What read_volume looks at: a file, or the DICOM files in a folder (that of a DICOM file) and below it."""
+    """List the files that read_volume inspects: one NIfTI file, or all DICOM files in and below the path's folder."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent if is_dicom(path) else None
     return sorted(filter(is_dicom, folder.rglob("[!.]*"))) if folder else [path]
 
 
 def stamp(files: list[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of files, for the key of what is kept of them."""
+    """Return the path, size and modification time of each file, for a cache key."""
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel: bool = False) -> Volume:
-    """A NIfTI file, a folder that holds one DICOM series, or the series that a DICOM file belongs to.
+    """Read a NIfTI file, a folder with one DICOM series, or the series that a DICOM file belongs to.
 
-    orientation: where the axes shall point to; None leaves them as they are. first_channel: take the first of several
-    channels. Raises InputError with what is wrong and what to do.
+    orientation: axis directions of the result; None keeps those of the file. first_channel: read only the first channel
+    of a 4D NIfTI file. Raises InputError for anything but one regular volume.
     """
     import nibabel
     from nibabel import orientations as axes
@@ -91,7 +90,7 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
             image = nibabel.squeeze_image(nibabel.load(path))
             if image.get_data_dtype().kind not in "iuf":
                 raise ValueError("holds colours or complex numbers")
-            # as scaled by its header
+            # dataobj applies the slope and intercept of the header
             values, affine = np.asarray(image.dataobj, np.float32), image.affine
             says = image.header.get("sform_code", 0) or image.header.get("qform_code", 0)
         values = values[..., 0] if first_channel and values.ndim == 4 else values
@@ -106,18 +105,18 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
         if orientation:
             change = axes.ornt_transform(own, axes.axcodes2ornt(orientation))
             values, affine = axes.apply_orientation(values, change), affine @ axes.inv_ornt_aff(change, values.shape)
-        # torch takes no negative strides
+        # torch does not support negative strides
         values = values if min(values.strides) > 0 else values.copy("K")
         return Volume(values, affine, "".join(axes.ornt2axcodes(own)) if says else "???")
     except InputError:
         raise
     except Exception as error:
-        # nibabel, zlib and pydicom each have their own
+        # nibabel, zlib and pydicom raise errors of many types
         raise InputError(f"{path}: cannot be used ({first_line(error)}); correct or replace it") from None
 
 
 def _find_series(path: Path) -> dict:
-    """{file: header} of the DICOM series in a folder, or of that which a file belongs to. Raises InputError."""
+    """Return {file: header} of the only DICOM series in a folder, or of a file's series. Raises InputError."""
     from pydicom import dcmread
 
     series: dict[str, dict] = {}
@@ -126,7 +125,7 @@ def _find_series(path: Path) -> dict:
         if "Modality" not in header:
             raise InputError(f"{file}: a damaged DICOM file, or none; replace or remove it")
         series.setdefault(str(header.get("SeriesInstanceUID")), {})[file] = header
-    # reports, X-rays and screenshots have no position; an enhanced CT has one for each frame, elsewhere
+    # reports, X-rays and screenshots have no position; an enhanced CT stores a position per frame under another tag
     series = {uid: files for uid, files in series.items() if any(POSITION in header for header in files.values())}
     found = [files for files in series.values() if path.is_dir() or path in files]
     if not found:
@@ -140,8 +139,8 @@ def _find_series(path: Path) -> dict:
 
 
 def _measure(series: dict) -> np.ndarray:
-    """(slices, 15) the numbers of TAGS. Raises InputError for a file that lacks one, and for a CT that is not in HU."""
-    # MR may have no slope; a CT without one is not in HU
+    """Return the values of TAGS (slices, 15). Raises InputError for a missing value and for a CT that is not in HU."""
+    # MR images may lack a rescale slope; a CT without it is not in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
     numbers = []
     for file, header in series.items():
@@ -164,9 +163,9 @@ def _measure(series: dict) -> np.ndarray:
 
 
 def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(HU by each slice's own slope and intercept, affine), from foot to head, or along the normal of the slices.
+    """Read a DICOM series as (values scaled by each slice's slope and intercept, RAS affine).
 
-    Raises InputError for slices that are no regular stack.
+    Slices are sorted along their normal (axial slices from foot to head). Raises InputError for an irregular stack.
     """
     from pydicom import dcmread, pixels
 
@@ -190,7 +189,7 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     steps = np.diff(places, axis=0)
     gaps = np.linalg.norm(steps, axis=1)
     usual = np.argsort(gaps)[(len(gaps) - 1) // 2]
-    # positions are often rounded to .01 mm
+    # positions are often rounded to 0.01 mm
     wrong = (gaps < 1e-3) | (np.linalg.norm(steps - steps[usual], axis=1) > max(0.01 * gaps[usual], 0.011))
     if wrong.any():
         k = int(wrong.argmax())
@@ -206,5 +205,5 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
             raise InputError(f"{file}: cannot be decoded ({' '.join(str(error).split())}); replace it") from None
     affine = np.eye(4)
     affine[:3] = np.column_stack([axes[0] * width, axes[1] * height, (places[-1] - places[0]) / len(gaps), places[0]])
-    # from LPS to RAS
+    # DICOM uses LPS, the affine RAS
     return stack.transpose(2, 1, 0), np.diag([-1, -1, 1, 1]) @ affine
