@@ -1,6 +1,6 @@
-"""Guide 1, MIMIC-CXR: a chest X-ray and a question in, an answer and 14 CheXpert labels out.
+"""Guide 1, MIMIC-CXR: train a model that answers questions about chest X-rays and predicts 14 CheXpert labels.
 
-    python -m tools.prepare_data mimic_cxr mimic-cxr-jpg mimic-ext-cxr-qba data/mimic      # once, by all cores
+    python -m tools.prepare_data mimic_cxr mimic-cxr-jpg mimic-ext-cxr-qba data/mimic      # once
     ./launch_distributed_training.sh --config configs/default_config.yaml                  # all GPUs
     python train_mimic_cxr.py --config configs/default_config.yaml                         # one GPU, or CPU
     deepspeed --num_gpus=4 train_mimic_cxr.py --config configs/default_config.yaml --use_deepspeed
@@ -8,8 +8,8 @@
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --save_predictions
     python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
-The report-derived scene graph of the original is never an input: the answers come from the same report.
-No data yet? `make demo TASK=mimic_cxr` makes some up; `tools.prepare_data mimic_cxr xrays.csv OUT` reads your own.
+Unlike in the guide, the scene graph of the report is not an input, because the answers come from the same report.
+Without data, `make demo TASK=mimic_cxr` trains on synthetic X-rays. For your own, see tasks/mimic_cxr/README.md.
 """
 
 import os
@@ -30,17 +30,17 @@ from utils.cli import (
 )
 
 FORMAT = "mimic_cxr/3"
-# what a model is made of, and the guide's encoders, which a checkpoint names unless a flag says that they have moved
+# flags that define the model; on resume their values come from the checkpoint
 MODEL_FLAGS = ("image_size", "max_question_length")
+# the guide's encoders
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
-# layers in which the question attends to the image
 FUSION_LAYERS = 2
-# each head's weight in the loss and its hidden width
+# loss weight and hidden width of each head
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
-# what an uncertain CheXpert label (-1) is in training; None: it does not count
+# training target for an uncertain CheXpert label (-1); None: no loss
 UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
-# what neither a flag, a file nor the hardware says
+# default settings, if neither a flag, a file nor the hardware determines them
 DEFAULTS = {"batch_size": 16, "gradient_accumulation_steps": 1, "num_workers": 4, "prefetch_factor": 2}
 DEFAULTS |= {"gradient_checkpointing": False, "zero_stage": 2, "offload_optimizer": False}
 
@@ -50,54 +50,54 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     advanced = parser.advanced.add_argument
 
     add = parser.add_argument_group("data").add_argument
-    add("--data_path", metavar="DIR", default="data/mimic", help="what tools.prepare_data mimic_cxr wrote")
-    advanced("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="label -1 in training; soft: 0.5")
-    add("--questions_per_image", type=whole(1), default=8, help="train on up to N questions about an image together")
-    advanced("--max_samples", type=whole(0), default=0, help="questions of each split, evenly spaced; 0: all")
-    add("--augmentation", action="store_true", help="small random moves and changes of contrast")
-    advanced("--image_size", type=whole(32), help="side of the images; default: as prepared")
+    add("--data_path", metavar="DIR", default="data/mimic", help="folder written by tools.prepare_data mimic_cxr")
+    advanced("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="target for label -1; soft: 0.5")
+    add("--questions_per_image", type=whole(1), default=8, help="group up to N questions about one image in a batch")
+    advanced("--max_samples", type=whole(0), default=0, help="questions per split, evenly spaced; 0: all")
+    add("--augmentation", action="store_true", help="small random shifts, rotations, zooms and contrast changes")
+    advanced("--image_size", type=whole(32), help="side of the images in pixels; default: that of the data")
 
     add = parser.add_argument_group("model").add_argument
     for name, path in ENCODERS.items():
         add(f"--{name}", default=path, help="Hugging Face folder or hub name")
-    advanced("--dropout", type=real(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
-    advanced("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
+    advanced("--dropout", type=real(0, 0.99), default=0.1, help="dropout in the text encoder, fusion layers and heads")
+    advanced("--max_question_length", type=whole(4), default=128, help="tokens per question; longer ones are truncated")
     add("--freeze_image", action="store_true", help="do not train the image encoder")
     add("--freeze_text", action="store_true", help="do not train the text encoder")
-    text = "recompute activations: less memory, a third slower; default: where the GPU is small"
+    text = "recompute activations in the backward pass: less memory, a third slower; default: only on small GPUs"
     add("--gradient_checkpointing", action=BooleanOptionalAction, help=text)
-    add("--pretrained_weights", metavar="FILE", help="another run's model.safetensors to start from")
+    add("--pretrained_weights", metavar="FILE", help="initial weights: another run's model.safetensors")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
-    advanced("--chexpert_weight", type=real(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
+    advanced("--chexpert_weight", type=real(0), default=0.3, help="weight of the CheXpert loss in the total loss")
     add(
         "--lr_schedule",
         "--scheduler",
         choices=("constant", "cosine"),
         default="cosine",
-        help="after warm-up; cosine ends at 0",
+        help="schedule after warm-up; cosine ends at 0",
     )
     add("--warmup_steps", type=whole(0), default=500, help="optimizer steps of linear warm-up")
-    advanced("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay; norms and biases have none")
+    advanced("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay, except for norms and biases")
 
     add = parser.add_argument_group("engine").add_argument
-    text = "batch, accumulation, workers and checkpointing from the hardware, unless a flag or a file sets them"
+    text = "choose batch, accumulation, workers and activation checkpointing by hardware; flags and files override"
     add("--auto_optimize", action="store_true", default=True, help=text)
-    add("--no_auto_optimize", dest="auto_optimize", action="store_false", default=SUPPRESS, help="keep the defaults")
-    add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default for 2 processes and more")
-    add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
-    add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON; default: configs/deepspeed_config.json")
-    advanced("--prefetch_factor", type=whole(1), help="batches that each worker prepares; default: by the RAM")
+    add("--no_auto_optimize", dest="auto_optimize", action="store_false", default=SUPPRESS, help="use fixed defaults")
+    add("--use_deepspeed", action="store_true", help="train with DeepSpeed ZeRO; default for 2 or more processes")
+    add("--use_ddp", action="store_true", help="train with torch DistributedDataParallel")
+    add("--deepspeed_config", metavar="FILE", help="DeepSpeed config; default: configs/deepspeed_config.json")
+    advanced("--prefetch_factor", type=whole(1), help="batches that each worker loads ahead; default: by RAM")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
-    add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
-    advanced("--eval_samples", type=whole(0), default=20_000, help="questions of a validation, evenly spaced; 0: all")
-    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet, a row a question")
-    add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: answers; a CSV has image and question")
-    add("--question", help="with --predict: the question about each image")
-    advanced("--head", choices=HEAD_WEIGHT, help="which head answers; default: as the question begins")
+    add("--eval_split", choices=("val", "test"), default="test", help="split to evaluate with --eval_only")
+    advanced("--eval_samples", type=whole(0), default=20_000, help="questions per validation, evenly spaced; 0: all")
+    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet, one row per question")
+    add("--predict", metavar="IMAGE|FOLDER|CSV", help="answer questions instead of training; CSV: image, question")
+    add("--question", help="with --predict: the question to ask about each image")
+    advanced("--head", choices=HEAD_WEIGHT, help="with --predict: answer head; default: by the wording")
 
-    # the guide's YAML beside our flags; num_workers is per process, and its workers are those of a node
+    # keys of the guide's YAML; dataloader_num_workers counts the workers of a node, --num_workers those of a process
     parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)
     parser.add_argument("--dataloader_num_workers", type=whole(0), help=SUPPRESS)
     for flag in ("--fp16", "--pin_memory", "--enabled"):
@@ -115,7 +115,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # before the heavy imports: --help and a mistyped flag answer at once
+    # before the heavy imports, so that --help and mistyped flags respond immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -144,8 +144,8 @@ from utils.loop import Plan, Run, Training
 from utils.sampler import EvalBatchSampler, ImageGroups
 
 ADVICE = "give --gradient_checkpointing, a smaller --image_size or --deepspeed_config configs/deepspeed_zero3.json"
-# the largest random changes of an image: shift (of its side) in x and y, angle (radians), and logarithms of factors:
-# zoom, brightness and gamma
+# largest random changes of an augmented image: shift in x and y (fractions of the side), rotation (radians), and
+# logarithms of the zoom, brightness and gamma factors
 STRENGTH = (0.04, 0.04, 0.1, 0.08, 0.15, 0.2)
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -156,34 +156,33 @@ def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
 
 
 class FusionLayer(nn.Module):
-    """The question's tokens attend to the image's (cross-attention, then a feed-forward part), pre-norm."""
+    """Pre-norm transformer layer in which the question's tokens attend to the image's tokens."""
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
         self.norm, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        # 12 heads for 768
         self.attention = nn.MultiheadAttention(dim, max(1, dim // 64), dropout=dropout, batch_first=True)
         self.mlp = make_head(dim, 4 * dim, dim, dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, text: Tensor, image: Tensor) -> Tensor:
-        """(B, T, dim), (B, P, dim) -> (B, T, dim)."""
+        """Let text tokens (B, T, dim) attend to image tokens (B, P, dim)."""
         attended, _ = self.attention(self.norm(text), image, image, need_weights=False)
         text = text + self.dropout(attended)
         return text + self.dropout(self.mlp(self.norm_mlp(text)))
 
 
 class ChestModel(nn.Module):
-    """Image encoder, text encoder, fusion, and a head for each kind of answer; CheXpert from the image alone."""
+    """Image encoder, text encoder, fusion layers, and one head per kind of answer; CheXpert sees only the image."""
 
     def __init__(
         self, image: nn.Module, text: nn.Module, tokenizer, statistics: tuple, args: Namespace, precision: str
     ):
-        """statistics: mean and standard deviation of each channel, as the image encoder wants its pixels."""
+        """statistics: mean and standard deviation per channel, to normalize the image encoder's input."""
         super().__init__()
         self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
         self.longest, self.side = args.max_question_length, args.image_size or 224
-        # the only size that the image encoder takes as it is, where there is one
+        # image size at which position embeddings need no interpolation
         takes_others = "interpolate_pos_encoding" in inspect.signature(image.forward).parameters
         self.own_size = image.config.image_size if takes_others else self.side
         dim, config = text.config.hidden_size, image.config
@@ -195,7 +194,7 @@ class ChestModel(nn.Module):
         self.heads = nn.ModuleDict(heads)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
         self.findings = nn.Sequential(nn.Linear(2 * len(CHEXPERT), dim), nn.LayerNorm(dim))
-        # no buffers, as DeepSpeed would round them to half precision
+        # plain attributes, because DeepSpeed would round buffers to half precision
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in statistics)
 
     @property
@@ -208,27 +207,26 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """(I, 1, S, S) grey values from 0 to 255 -> (I, P, width), the encoder's tokens or places of its last map.
+        """Encode images (I, 1, S, S) in 0..255 as tokens or as a flattened feature map (I, P, width).
 
-        encoder: another one of the same kind instead of the model's own.
+        encoder: used instead of the model's own encoder; must be of the same kind.
         """
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
             pixels = pixels.contiguous(memory_format=torch.channels_last)
-        # a vision transformer has a position for each patch of the size that it was made for
         options = {"interpolate_pos_encoding": True} if image.shape[-1] != self.own_size else {}
         features = encoder(pixel_values=pixels, **options).last_hidden_state
         if features.dim() == 4:
             features = features.flatten(2).transpose(1, 2)
-            # which Hugging Face's ConvNeXt applies to its pooled output alone
+            # Hugging Face's ConvNeXt applies its last norm only to the pooled output
             norm = getattr(encoder, "layernorm", None)
             return features if norm is None else norm(features)
-        # DINOv3's ConvNeXt puts its pooled output before its places
+        # DINOv3's ConvNeXt puts its pooled output before the feature map
         return features[:, 1:] if "convnext" in encoder.config.model_type else features
 
     def image_tokens(self, image: Tensor) -> Tensor:
-        """(I, 1, S, S) -> (I, P, dim), with sine positions where the encoder is a convolutional one."""
+        """Embed images (I, 1, S, S) as tokens (I, P, dim), adding sine positions if the encoder is convolutional."""
         tokens = self.project(self.image_features(image))
         if hasattr(self.image.config, "depths") and not hasattr(self.image.config, "window_size"):
             positions = grid_positions(math.isqrt(tokens.shape[1]), tokens.shape[2], tokens.device)
@@ -236,22 +234,22 @@ class ChestModel(nn.Module):
         return tokens
 
     def finding_tokens(self, labels: Tensor) -> Tensor:
-        """(I, 14) logits -> (I, 14, dim): each label and its probability, for the answers to know.
+        """Embed CheXpert logits (I, 14) as tokens (I, 14, dim), so that the answers can use the predicted labels.
 
-        No gradient flows back, as the labels have a loss of their own.
+        The logits are detached, because the labels have their own loss.
         """
         name = torch.eye(len(CHEXPERT), device=labels.device).expand(len(labels), -1, -1)
         return self.findings(torch.cat([name, labels.detach().float().sigmoid().diag_embed()], -1))
 
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
-        """fp32 logits (B, classes) of each head, and (B, 14) of CheXpert; image_of: (B,), each question's image."""
+        """Return fp32 logits (B, classes) per head and (B, 14) of CheXpert. image_of (B,): each question's image."""
         with autocast(image.device, self.precision):
             tokens = self.image_tokens(image)
             labels = self.chexpert(tokens.mean(1))
             tokens = torch.cat([tokens, self.finding_tokens(labels)], 1).index_select(0, image_of)
             labels = labels.index_select(0, image_of)
             if self.text.config.model_type in ("bert", "roberta"):
-                # ready-made: of a plain mask transformers asks the GPU at each pass whether anything is padded
+                # a 4D mask avoids a host-device sync: transformers checks 2D masks for padding in each pass
                 mask = mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
             for layer in self.fusion:
@@ -262,7 +260,7 @@ class ChestModel(nn.Module):
 
 
 def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
-    """(side * side, dim) sine and cosine positions in six octaves: convolution features do not say where they are."""
+    """Sine and cosine positions (side * side, dim) in six octaves, which convolutional features do not encode."""
     ruler = torch.linspace(-1, 1, side, device=device)
     places = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
     octaves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device).clamp(max=6)
@@ -271,7 +269,7 @@ def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
 
 
 def load_encoder(path: str, flag: str, **options) -> nn.Module:
-    """A Hugging Face encoder in fp32; options: values of its config, where that has them. Raises InputError."""
+    """Load a Hugging Face encoder in fp32. options: config values; unknown ones are ignored. Raises InputError."""
     from transformers import AutoConfig, AutoModel, utils
 
     utils.logging.set_verbosity_error()
@@ -292,7 +290,7 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
             raise
         advice = f"download it and give its folder as {flag}"
         raise InputError(f"{path}: cannot be loaded ({first_line(error)}); {advice}") from None
-    # of CLIP and SigLIP the half that sees
+    # for CLIP and SigLIP, keep only the vision tower
     encoder = getattr(encoder, "vision_model", encoder) if flag == "--image_encoder" else encoder
     needed = "num_channels" if flag == "--image_encoder" else "vocab_size"
     if not hasattr(encoder.config, needed):
@@ -301,12 +299,12 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
 
 
 def load_image_encoder(args: Namespace) -> nn.Module:
-    # a masked autoencoder would hide most of the image from itself
+    # by default, a masked autoencoder hides most of the image from its encoder
     return load_encoder(args.image_encoder, "--image_encoder", mask_ratio=0.0)
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> ChestModel:
-    """Load both encoders, freeze what is not trained. Raises InputError."""
+    """Build the model and freeze the parameters that are not trained. Raises InputError."""
     from transformers import AutoTokenizer
     from transformers.image_processing_base import ImageProcessingMixin
 
@@ -330,7 +328,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
         imagenet = settings = {"image_mean": [0.0], "image_std": [1.0]}
     statistics = tuple(settings.get(name) or values for name, values in imagenet.items())
 
-    # the same new layers on every rank
+    # initialize new layers identically on every rank
     torch.manual_seed(args.seed)
     model = ChestModel(image, text, tokenizer, statistics, args, precision)
     model.image.requires_grad_(not args.freeze_image)
@@ -348,14 +346,14 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
 
 
 def recomputed(forward):
-    """`forward`, whose activations are computed again in the backward pass (ConvNeXt has no switch of its own)."""
+    """Apply activation checkpointing to a layer's forward function, since ConvNeXt has no option for it."""
     return lambda *args, **kwargs: recompute(forward, *args, use_reentrant=False, **kwargs)
 
 
 def freeze_unused(model: ChestModel, path: str) -> None:
-    """Freeze what no answer depends on, such as BERT's pooler: DDP would wait for its gradients for ever.
+    """Freeze parameters that no output depends on, such as BERT's pooler: DDP would wait for their gradients forever.
 
-    Raises InputError where the image encoder does not take images of this size.
+    Raises InputError if the image encoder does not accept images of this size.
     """
     precision, model.precision = model.precision, "no"
     try:
@@ -377,11 +375,11 @@ def freeze_unused(model: ChestModel, path: str) -> None:
 
 
 class Questions(Dataset):
-    """The questions of a split, at most `limit` of them, evenly spaced; 0: all. A sample is its number.
+    """The questions of a split, or `limit` of them, evenly spaced (0: all). Items are indices; batch() loads the data.
 
-    `batch` puts a batch together, out of mapped files: 31 million questions take no memory of a process. shown: which
-    study's image each study shows, -1 for a blank one; None: its own. places: of the questions in the prepared columns,
-    instead of the split's.
+    The data stay in memory-mapped files, so even 31 million questions take no memory in a process. shown: for each
+    study, the study whose image replaces its own (-1: a black image). places: rows of the prepared columns to use
+    instead of the split's rows.
     """
 
     def __init__(
@@ -395,7 +393,7 @@ class Questions(Dataset):
     ):
         self.data, self.split, self.shown, self.places = data, split, shown, places
         self.uncertain = UNCERTAIN[args.chexpert_uncertain] if split == "train" else None
-        # the seed of what is drawn
+        # augmentation seed; None: no augmentation
         self.augmented_by = args.seed if args.augmentation and split == "train" else None
         number = SPLITS.index(split)
         self.first, self.whole = data.bounds[number], data.bounds[number + 1] - data.bounds[number]
@@ -409,24 +407,25 @@ class Questions(Dataset):
         return index
 
     def rows(self, indices: list[int] | np.ndarray) -> np.ndarray:
-        """The places of these questions in the prepared columns; int64."""
+        """Row numbers (int64) of these questions in the prepared columns."""
         indices = np.asarray(indices, np.int64)
         if self.places is not None:
             return self.places[indices]
         return self.first + indices * self.whole // max(1, self.count)
 
     def column(self, name: str) -> np.ndarray:
-        """A prepared column of all these questions; of a whole split it takes no memory."""
+        """A prepared column for all questions; for a complete split it is a view, which takes no memory."""
         column = getattr(self.data, name)
         if self.places is None and self.count == self.whole:
             return column[self.first : self.first + self.whole]
         return column[self.rows(np.arange(self.count))]
 
     def batch(self, indices: list[int]) -> dict:
-        """A batch: image (I, 1, S, S) uint8, each once, and which of them a question is about: image_of (B,).
+        """Collate questions into a batch that contains each image only once.
 
-        ids, mask (B, T): tokens. head, target (B,). label, known (B, 14): CheXpert's labels, and which of them count.
-        changes (I, 6): of the augmentation, as STRENGTH has them.
+        image (I, 1, S, S) uint8. image_of (B,): index of each question's image. ids, mask (B, T): tokens. head, target
+        (B,). label, known (B, 14): CheXpert labels, and which of them enter the loss. changes (I, 6): random changes
+        of the images, in the order of STRENGTH.
         """
         data, rows = self.data, self.rows(indices)
         study = data.study[rows]
@@ -452,14 +451,14 @@ class Questions(Dataset):
         return batch
 
     def images(self, studies: np.ndarray) -> Tensor:
-        """(I, 1, S, S) uint8 of these studies, black for -1."""
+        """Images (I, 1, S, S) uint8 of these studies; study -1 has a black image."""
         found = self.data.images[studies]
         found[studies < 0] = 0
         return torch.from_numpy(found)[:, None]
 
 
 def tokenize(tokenizer, longest: int, texts: list[str]) -> dict[str, Tensor]:
-    """ids and mask (B, T) of the texts."""
+    """Return the token ids and the attention mask (B, T) of the texts."""
     tokens = tokenizer(
         texts, padding=True, pad_to_multiple_of=8, truncation=True, max_length=longest, return_tensors="pt"
     )
@@ -467,9 +466,9 @@ def tokenize(tokenizer, longest: int, texts: list[str]) -> dict[str, Tensor]:
 
 
 def augment(image: Tensor, changes: Tensor) -> Tensor:
-    """(I, 1, S, S) and (I, 6) -> float (I, 1, S, S): moved a little, with another contrast, all images at once.
+    """Change geometry and contrast of images (I, 1, S, S) by `changes` (I, 6), see STRENGTH. Returns floats.
 
-    Nothing is mirrored, as questions name sides.
+    Images are never mirrored, because questions name left and right.
     """
     x, y, angle, zoom, gain, gamma = changes.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
@@ -483,7 +482,7 @@ def augment(image: Tensor, changes: Tensor) -> Tensor:
 
 
 def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
-    """(cross-entropy (B,) of each question's own head, binary cross-entropy (B, 14) of each known label)."""
+    """Return each question's cross-entropy (B,) and the binary cross-entropy (B, 14) of its known CheXpert labels."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for place, logits in enumerate(answers):
         asked = batch["head"] == place
@@ -493,16 +492,16 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
 
 
 def count_targets(batches: list[dict]) -> list[float]:
-    """[questions of each head..., known CheXpert labels] of this rank's micro-batches."""
+    """Count the targets in this rank's micro-batches: [questions of each head..., known CheXpert labels]."""
     heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
     known = sum(int(batch["known"].sum()) for batch in batches)
     return [*(heads.tolist() if batches else [0] * len(HEADS)), known]
 
 
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
-    """(loss, answers' part, CheXpert part): a micro-batch's share of the means over the global batch.
+    """Return a micro-batch's share of the global batch's (loss, answer loss, CheXpert loss).
 
-    counts: of count_targets, of all ranks. Each head's cross-entropy is a mean over ITS questions in the global batch.
+    counts: sums of count_targets() over all ranks. Each head's cross-entropy is averaged over that head's questions.
     """
     image = augment(batch["image"], batch["changes"]) if "changes" in batch else batch["image"]
     *answers, chexpert = model(image, batch["ids"], batch["mask"], batch["image_of"])
@@ -520,10 +519,10 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 def answer_questions(
     model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace
 ) -> dict[str, np.ndarray]:
-    """All ranks: {column: a value for each question} on rank 0, in order, the same at any number of ranks.
+    """All ranks: answer the questions; rank 0 gets {column: one value per question}, in order of the questions.
 
-    given: the class that is answered. probability: (N, most classes) of its head's. bce: summed over known labels.
-    chexpert: (N, 14) probabilities.
+    The values are the same at any number of ranks. given: predicted class. probability: class probabilities of
+    the question's head, zero-padded. bce: sum over known labels. chexpert (N, 14): probabilities.
     """
     model.eval()
     tables, most = [], max(map(len, HEADS.values()))
@@ -534,7 +533,7 @@ def answer_questions(
         probability = padded.gather(1, batch["head"][:, None, None].expand(-1, 1, most))[:, 0]
         columns = [batch["index"], probability.argmax(1), entropy, bce.sum(1), batch["known"].sum(1)]
         columns = torch.stack([column.double() for column in columns], 1)
-        # one transfer a batch
+        # one copy to the host per batch
         tables.append(torch.cat([columns, probability, chexpert.sigmoid()], 1).cpu())
     own = torch.cat(tables).numpy() if tables else np.zeros((0, 5 + most + len(CHEXPERT)))
     table = np.concatenate(du.gather_to_main(own) or [own[:0]])
@@ -549,9 +548,9 @@ def answer_questions(
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """Loss, accuracy and AUROC of a split, the same on all ranks."""
+    """All ranks: loss, accuracy and AUROC of a split."""
     rows, metrics = answer_questions(model, data, batch_size, run, args), {}
-    # rank 0 computes and tells the others, so that all take the same decisions
+    # computed only on rank 0, so that all ranks make the same decisions
     if run.ranks.is_main:
         metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)
         run.figure(f"{data.split}_answers", report.draw(rows, data.data))
@@ -560,9 +559,9 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 
 @torch.no_grad()
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
-    """All ranks: {name: (N, D) features} of these studies' images for the rivals, on rank 0; see report.LOOKS.
+    """All ranks: compute features of these studies' images for the baselines; rank 0 gets {name: (N, D)}.
 
-    encoder: the mean features by the image encoder as it was before the training.
+    The names are those of report.LOOKS, and "encoder" for the mean features of the image encoder before training.
     """
     untrained = load_image_encoder(args).to(model.device).eval()
     own = {name: [] for name in (*report.LOOKS, "encoder", "place")}
@@ -581,11 +580,10 @@ def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch
 
 
 def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """All ranks: the tables of a split with rivals and ablations, its figure and files; returns its metrics."""
+    """All ranks: test a split with baselines and ablations; print tables, write files, and return the metrics."""
     data = sets[split].data
     rows = answer_questions(model, sets[split], batch_size, run, args)
 
-    # the same model without the image, or with another patient's, on some thousand questions
     places = np.linspace(0, len(sets[split]) - 1, min(len(sets[split]), report.MOST_ABLATED)).astype(np.int64)
     studies, patients = np.unique(sets[split].column("study")), data.studies["patient"].to_numpy()
     shown = {"blank_image": np.full(len(patients), -1)}
@@ -597,7 +595,7 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
         some = Questions(data, split, args, shown=other, places=sets[split].rows(places))
         ablations[name] = places, answer_questions(model, some, batch_size, run, args)
 
-    # rivals know all training questions, and the images of some
+    # baselines are fitted to all training questions, but only to some of the training images
     known = {name: Questions(data, name, args, report.MOST_FITTED) for name in ("train", "val")}
     images = [np.unique(part.column("study")) for part in known.values()] + [studies]
     features = {}
@@ -617,7 +615,7 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
                         report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
                 run.figure(f"{'eval_' * args.eval_only}{split}_answers", report.draw(rows, data))
         finally:
-            # tables may take longer than a collective waits
+            # computing the tables may exceed the collective timeout
             run.ranks.wait_for_main("the tables")
     return du.broadcast_object(metrics)
 
@@ -626,7 +624,7 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
 
 
 def head_for(question: str) -> str:
-    """Which head answers a question, as it begins; the model has one for each kind of answer."""
+    """Choose the answer head for a question by its wording."""
     words = question.lower()
     if "how severe" in words or "severity" in words:
         return "severity"
@@ -637,7 +635,7 @@ def head_for(question: str) -> str:
 
 @torch.no_grad()
 def predict(model: ChestModel, run: Run, args: Namespace) -> None:
-    """--predict: an answer with its probability and the findings for each question, and predictions.csv."""
+    """All ranks: predict answers, their probabilities and the images' findings; rank 0 writes predictions.csv."""
     asked = tables.list_questions(args.predict, args.question)
     heads = [args.head or head_for(question) for _, question in asked]
     for head, (_, question) in zip(heads, asked, strict=True):
@@ -653,7 +651,7 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
                 pixels.append(decode(asked[place][0], args.image_size))
                 usable.append(place)
             except (OSError, ValueError) as error:
-                print(f"warning: {asked[place][0]}: cannot be read ({error}); left out", flush=True)
+                print(f"warning: {asked[place][0]}: cannot be read ({error}); skipped", flush=True)
         if not usable:
             continue
         batch = tokenize(model.tokenizer, model.longest, [asked[place][1] for place in usable])
@@ -675,7 +673,7 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
 
 
 def make_loader(data: Questions, model: ChestModel, batch_size: int, args: Namespace, **options) -> DataLoader:
-    """A loader of a data set; for evaluation unless `train` is among the options of create_distributed_dataloader."""
+    """Create a loader for evaluation, or for training if train=True. options: see create_distributed_dataloader()."""
     data.tokenizer = model.tokenizer, model.longest
     if args.num_workers:
         options["prefetch_factor"] = args.prefetch_factor
@@ -684,7 +682,7 @@ def make_loader(data: Questions, model: ChestModel, batch_size: int, args: Names
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Fused AdamW; norms and biases do not decay."""
+    """Fused AdamW without weight decay on norms and biases."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": args.weight_decay},
@@ -694,7 +692,7 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def largest_batch(model: ChestModel, size: int) -> dict:
-    """A made-up batch of the longest questions, each about an image of its own."""
+    """Synthetic batch that needs the most memory: the longest questions, each about a different image."""
     ids = torch.ones(size, model.longest, dtype=torch.long)
     batch = {"ids": ids, "mask": torch.ones_like(ids), "head": torch.arange(size) % len(HEADS)}
     batch |= {"target": torch.zeros(size, dtype=torch.long), "image_of": torch.arange(size)}
@@ -703,16 +701,16 @@ def largest_batch(model: ChestModel, size: int) -> dict:
 
 
 def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
+    """Run one micro-batch forward and backward; the gradients stay in the model."""
     counts = [len(batch["ids"])] * (len(HEADS) + 1)
     batch_loss(model.train(), du.to_device(batch, model.device), counts, args.chexpert_weight)[0].backward()
 
 
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
-    """{flag: value} of what no flag and no file says: from the guide's table with --auto_optimize, else DEFAULTS.
+    """Return {flag: value} for flags that are not set: from the guide's table with --auto_optimize, else DEFAULTS.
 
-    memory (GiB) and compute capability are those of the smallest GPU, None without one. node: cores, RAM in GiB and
-    processes that share them.
+    memory (GiB) and compute (capability) are those of the smallest GPU, None without GPUs. node: cores, RAM in GiB, and
+    the number of processes that share them.
     """
     cores, ram, processes = node
     table = hardware_utils.settings_for(
@@ -729,13 +727,13 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
 
 
 def settings_of_job(args: Namespace, ranks: du.Ranks) -> dict:
-    """All ranks: fill_settings for the weakest machine."""
+    """All ranks: call fill_settings() with the weakest hardware of the job."""
     memory = compute = None
     if ranks.device.type == "cuda":
         card = torch.cuda.get_device_properties(ranks.device)
         memory, compute = card.total_memory / GIB, float(f"{card.major}.{card.minor}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    # srun may give each process cores of its own, torchrun gives all of a machine the same
+    # count processes per set of cores: torchrun's processes share a machine's cores, srun's may each have their own
     own = (platform.node(), *cores), memory, compute, hardware_utils.usable_cores(), hardware_utils.available_ram_gb()
     places, *facts = zip(*du.gather_objects(own), strict=True)
     memory, compute, cores, ram = (min((x for x in values if x is not None), default=None) for values in facts)
@@ -743,7 +741,10 @@ def settings_of_job(args: Namespace, ranks: du.Ranks) -> dict:
 
 
 def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
-    """(whether DeepSpeed trains, why), as the guide's diagram has it. Raises InputError where it is not installed."""
+    """Return (whether to train with DeepSpeed, why), following the guide's diagram.
+
+    Raises InputError if DeepSpeed is requested but not installed, or requested with --deterministic.
+    """
     if args.use_ddp or args.eval_only or args.predict:
         return False, "--use_ddp" if args.use_ddp else "no training"
     if args.use_deepspeed or args.deepspeed_config or args.enabled:
@@ -753,12 +754,12 @@ def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
             raise InputError("--use_deepspeed: DeepSpeed is not installed; pip install deepspeed, or --use_ddp")
         return True, "as asked"
     if ranks.world_size == 1 or args.enabled is False or args.deterministic or not args.auto_optimize:
-        return False, "one process" if ranks.world_size == 1 else "no DeepSpeed asked for, or --deterministic"
+        return False, "one process" if ranks.world_size == 1 else "DeepSpeed not requested, or --deterministic"
     return zero.is_installed(), "2 processes or more" if zero.is_installed() else "DeepSpeed is not installed"
 
 
 def read_engine(args: Namespace) -> dict:
-    """DeepSpeed's config: a file that is named as it stands, ours without what the hardware does not need."""
+    """Read DeepSpeed's config: --deepspeed_config unchanged, or our default file adapted to the flags."""
     named = args.deepspeed_config
     file = "deepspeed_zero3.json" if (args.stage or args.zero_stage) == 3 else "deepspeed_config.json"
     config = zero.read_zero_config(named or str(Path(__file__).parent / "configs" / file))
@@ -773,7 +774,7 @@ def read_engine(args: Namespace) -> dict:
 
 
 def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str:
-    """--mixed_precision, else the guide's `fp16:`, else what DeepSpeed's config enables; auto where nothing says."""
+    """Precision from --mixed_precision, else the guide's `fp16:`, else DeepSpeed's config; auto if none sets it."""
     if args.mixed_precision != "auto" or device.type != "cuda":
         return args.mixed_precision
     if args.fp16 is not None:
@@ -787,9 +788,9 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 
 @dataclass
 class Settings:
-    """What flags, files and hardware settle before anything is loaded.
+    """Settings from flags, files and hardware, chosen before data and model are loaded.
 
-    args: the flags, completed. config: DeepSpeed's, {} where torch trains. banner: lines that say so.
+    args: the completed flags. config: DeepSpeed's, {} without DeepSpeed. banner: lines to print.
     """
 
     args: Namespace
@@ -799,7 +800,7 @@ class Settings:
 
 
 def settle(args: Namespace, ranks: du.Ranks) -> Settings:
-    """All ranks: settings from the hardware, the engine, and the precision."""
+    """All ranks: choose the hardware settings, the engine and the precision."""
     chosen = settings_of_job(args, ranks)
     shown = ("batch_size", "gradient_accumulation_steps", "num_workers", "prefetch_factor", "gradient_checkpointing")
     from_hardware = [f"{name} {chosen[name]}" for name in shown if name in chosen and args.auto_optimize]
@@ -809,7 +810,7 @@ def settle(args: Namespace, ranks: du.Ranks) -> Settings:
         if use_deepspeed:
             config = read_engine(with_flags(args, **chosen))
     if args.deepspeed_config and args.gradient_checkpointing is None:
-        # a file that the user names may ask for recomputed activations
+        # the user's DeepSpeed config decides on activation checkpointing
         chosen["gradient_checkpointing"] = "activation_checkpointing" in config
     args = with_flags(args, **chosen)
     precision, described = set_precision(wanted_precision(args, config, ranks.device), ranks.device, args.deterministic)
@@ -828,7 +829,7 @@ def settle(args: Namespace, ranks: du.Ranks) -> Settings:
 
 
 def load_model(args: Namespace, precision: str, run: Run) -> ChestModel:
-    """All ranks: the model with the checkpoint's weights, those of --pretrained_weights, or the encoders' own."""
+    """All ranks: build the model and load the weights of the checkpoint or of --pretrained_weights, if any."""
     with du.agree_on_errors():
         model = build_model(args, precision, run.ranks.device)
         if run.checkpoint:
@@ -844,7 +845,7 @@ def load_model(args: Namespace, precision: str, run: Run) -> ChestModel:
 
 
 def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
-    """The questions of each split, of which the one that is needed must have some. Raises InputError."""
+    """Open the questions of each split. Raises InputError if the split to train or evaluate on is empty."""
     limits = dict.fromkeys(SPLITS, args.max_samples)
     if not args.eval_only:
         limits["val"] = min(filter(None, (args.max_samples, args.eval_samples)), default=0)
@@ -856,7 +857,7 @@ def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
 
 
 def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Questions], settings: Settings) -> int:
-    """All ranks: train, validate, keep the best, test it; returns the exit code of a stop signal, else 0."""
+    """All ranks: train with validation, then test the best weights. Returns the exit code of a stop signal, else 0."""
     data, device = sets["train"].data, run.ranks.device
     batch = run.plan_batches(
         model,
@@ -884,7 +885,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
     extra["encoders"] = {name: getattr(args, name) for name in ENCODERS}
 
     if device.type == "cuda" and not settings.config:
-        # DeepSpeed sends weights as flat bytes: they must be in order
+        # not with DeepSpeed, which broadcasts weights as flat buffers and needs them contiguous
         model.image.to(memory_format=torch.channels_last)
     parts = model, make_optimizer(model, args), settings.precision, args, device
     if settings.config:
@@ -908,23 +909,23 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
             metrics = evaluate(model, sets["val"], batch.micro_batch_size, run, args) if len(sets["val"]) else {}
             training.record(metrics, headline="val/vqa_accuracy")
 
-        # the best weights, or the last where nothing was validated
+        # without a validation set, the last weights count as the best
         training.load_best()
         training.finish(test(model, sets, "test", batch.micro_batch_size, run, args) if len(sets["test"]) else {})
     return 0
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, or --eval_only, or --predict. Returns the exit code."""
+    """All ranks: train, evaluate (--eval_only) or predict (--predict). Returns the exit code."""
     settings = settle(args, ranks)
     args, data = settings.args, None
-    # nothing is written before the Training, so every mistake is reported before a run is touched
+    # training writes nothing until Training is constructed, so earlier errors leave the run folder unchanged
     with du.agree_on_errors():
         if not args.predict:
             data = open_prepared(Path(args.data_path))
             args = with_flags(args, image_size=args.image_size or data.facts["image_size"])
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # the checkpoint prescribes the model, and its encoders unless a flag says that they have moved
+    # use the checkpoint's encoders, unless a flag gives their new path
     saved = run.checkpoint["encoders"] if run.checkpoint else {}
     args = with_flags(run.args, **{name: saved[name] for name in saved if getattr(args, name) == ENCODERS[name]})
     if data and args.image_size != data.facts["image_size"]:
@@ -946,7 +947,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 def main(args: Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.device_count():
-        # DeepSpeed would search for a GPU and warn
+        # otherwise DeepSpeed searches for a GPU and prints a warning
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

@@ -1,17 +1,17 @@
-"""From a question of MIMIC-Ext-CXR-QBA to the head that answers it, and to the class that is its target."""
+"""Map a question of MIMIC-Ext-CXR-QBA to the head that answers it and to its target class."""
 
-# the labels of CheXpert, as the release spells them
+# CheXpert labels, spelled as in the release
 CHEXPERT = (
     "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Enlarged Cardiomediastinum", "Fracture", "Lung Lesion",
     "Lung Opacity", "No Finding", "Pleural Effusion", "Pleural Other", "Pneumonia", "Pneumothorax", "Support Devices",
 )  # fmt: skip
-# regions that there are on the left and on the right, and those in the middle
+# regions with a left and a right side, and regions without sides
 SIDED = (
     "lung", "upper lung zone", "mid lung zone", "lower lung zone", "lung apex", "lung base", "hilum",
     "costophrenic angle", "hemidiaphragm",
 )  # fmt: skip
 MIDDLE = ("mediastinum", "upper mediastinum", "heart", "aorta", "trachea", "spine", "abdomen")
-# the classes of each answer head; no name is in two of them
+# classes of each answer head; no class name occurs in two heads
 HEADS = {
     "binary": ("no", "yes"),
     "category": tuple(name.lower() for name in CHEXPERT),
@@ -21,7 +21,7 @@ HEADS = {
 HEAD_NUMBER = {head: number for number, head in enumerate(HEADS)}
 CLASS_OF = {head: {name: number for number, name in enumerate(names)} for head, names in HEADS.items()}
 
-# a question type is named by a code (`D02_has_finding`), or by its name alone
+# a question type is written with a code (`D02_has_finding`) or as a name alone (`has_finding`)
 HEAD_OF_CODE = {
     **dict.fromkeys(("B10", "B11", "B13", "C03", "C04", "C08", "D02", "D06"), "binary"),
     **dict.fromkeys(("C01", "C02", "D03", "D07"), "region"),
@@ -29,20 +29,20 @@ HEAD_OF_CODE = {
     **dict.fromkeys(("A", "B08", "B09", "B12", "C07", "D01", "D05"), "category"),
 }
 CODE_OF_NAME = {
-    # of the whole image
+    # questions about the whole image
     "indication": "A", "describe_subcat": "B08", "describe_abnormal_subcat": "B09", "describe_device": "B12",
     "has_devices": "B13",
-    # of a region
+    # questions about one region
     "describe_region": "C01", "describe_abnormal_region": "C02", "describe_region_device": "C07",
     "has_region_device": "C08",
-    # of one finding or device
+    # questions about one finding or device
     "describe_finding": "D01", "has_finding": "D02", "where_is_finding": "D03", "how_severe_is_finding": "D04",
     "has_device": "D06", "where_is_device": "D07",
 }  # fmt: skip
 
 
 def head_of(question_type: str) -> str | None:
-    """The answer head of a question type, by its code, by its name alone or by `is_...`; None without one."""
+    """Return the answer head of a question type, written with or without its code; None if no head answers it."""
     code, _, name = question_type.partition("_")
     if question_type in CODE_OF_NAME:
         return HEAD_OF_CODE[CODE_OF_NAME[question_type]]
@@ -50,11 +50,12 @@ def head_of(question_type: str) -> str | None:
 
 
 def target_of(question: dict, head: str) -> tuple[int | None, str]:
-    """(class of the head, "") of a question's main answers, or (None, why there is none). Names must match exactly.
+    """Return a question's (target class, "") from its main answers, or (None, reason) if they have none.
 
-    yes or no: the first main answer's positiveness. The other heads: the first name of the vocabulary in a main answer
-    that is not negative, as descriptions also list what is absent ("no effusion", `obs_entities` effusion, `neg`).
-    Where all are negative, the category is "no finding", and what is not there has no location.
+    Names must match exactly. binary: the positiveness of the first main answer, reversed for `is_normal`. Other heads:
+    the first class named in a main answer that is not negative, because descriptions also list absent findings ("no
+    effusion" is `neg` with effusion in `obs_entities`). If all answers are negative, the category is "no finding" and
+    `where_is` has no target.
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:
@@ -66,7 +67,7 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
             return None, f"positiveness {sign!r}"
         return int((sign == "pos") != ("is_normal" in kind)), ""
 
-    # negative answers come last, and the sort is stable
+    # a stable sort that puts negative answers last
     unknown = ""
     for main in sorted(mains, key=lambda answer: answer.get("positiveness") == "neg"):
         absent = main.get("positiveness") == "neg"

@@ -1,11 +1,11 @@
-"""Prepare chest X-rays and questions once, for train_mimic_cxr.py to map into memory.
+"""Convert chest X-rays and questions to files that train_mimic_cxr.py maps into memory.
 
-OUT/studies.parquet       a row a study: image, patient, split, view, sex, age, 14 CheXpert labels (1, 0, -1, blank)
-OUT/questions.arrow       a row a question: study, head, target, type, question; sorted by split and study
-OUT/images_<side>.u8      (studies, side, side) uint8, decoded once
-OUT/prepared.json         from what and how they were made, and what was left out
+OUT/studies.parquet       one row per study: image, patient, split, view, sex, age, 14 CheXpert labels (1, 0, -1, blank)
+OUT/questions.arrow       one row per question: study, head, target, type, question; sorted by split and study
+OUT/images_<side>.u8      decoded images, (studies, side, side) uint8
+OUT/prepared.json         sources, settings, and counts of used and excluded data
 
-The folder appears by one rename when all of it is written.
+OUT is renamed into place last, so if it exists it is complete.
 """
 
 import argparse
@@ -44,36 +44,35 @@ VIEWS = {"frontal": ("PA", "AP"), "PA": ("PA",), "AP": ("AP",), "lateral": ("LAT
 VIEW_OF_CODE = {"postero-anterior": "PA", "antero-posterior": "AP", "lateral": "LATERAL", "left lateral": "LL"}
 GRADES = ("D", "C", "B", "A", "A+", "A++")
 RATING = "question.quality.rating"
-# texts are few and repeat, so each is kept once
+# dictionary-encoded, because a few texts repeat many times
 TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(), "type": TEXT, "question": TEXT})
-# studies that a process reads at a time, and images that it decodes
+# studies, and images, per job of the process pool
 STUDIES, IMAGES = 256, 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this data set's flags."""
     add = parser.add_argument
-    text = "CXR_JPG QA_RELEASE: the folders of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA; or TABLE: your own"
+    text = "CXR_JPG QA_RELEASE: the folders of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA; or TABLE: a table of your X-rays"
     add("source", nargs="+", metavar="SOURCE", help=text)
-    add("out", metavar="OUT", help="folder to write, for --data_path; must not exist yet")
-    add("--grade", choices=(*GRADES, "all"), default="B", help="questions of this grade or better; all: unrated, too")
-    add("--view", choices=VIEWS, default="frontal", help="the image of a study; frontal: PA, else AP")
+    add("out", metavar="OUT", help="output folder, for --data_path; must not exist yet")
+    add("--grade", choices=(*GRADES, "all"), default="B", help="minimum grade; all: any grade, and unrated questions")
+    add("--view", choices=VIEWS, default="frontal", help="view to take from each study; frontal: PA, else AP")
     add("--patients", metavar="FILE", help="MIMIC-IV's patients.csv.gz, for scores by sex and age")
-    add("--image_size", type=whole(32), default=224, help="side of the decoded images, pixels")
+    add("--image_size", type=whole(32), default=224, help="side of the decoded images in pixels")
     add(
         "--split",
         type=tables.parse_shares,
         default="0.7,0.15,0.15",
-        help="shares of patients, for a table without this column",
+        help="shares of patients in train, val and test, for a table without a split column",
     )
-    add("--seed", type=int, default=0, help="decides, with a patient's name, that split")
-    # As in hardware_utils, but without importing torch. At most 61 on Windows, which allows a pool no more processes.
-    add("--workers", type=whole(1), default=joblib.cpu_count(), help="processes")
+    add("--seed", type=int, default=0, help="seed of --split; with it, a patient's name determines the split")
+    # same count as in hardware_utils, but without importing torch; on Windows at most 61, the limit of process pools
+    add("--workers", type=whole(1), default=joblib.cpu_count(), help="number of processes")
 
 
 def few_at_a_time(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
-    """pool.map, but a job is made when its turn comes: all of them at once would take gigabytes."""
+    """Like pool.map, but with at most `ahead` jobs in memory, because all jobs together would take gigabytes."""
     waiting = deque()
     for job in jobs:
         waiting.append(pool.submit(function, job))
@@ -83,7 +82,6 @@ def few_at_a_time(pool: Executor, function: Callable, jobs: Iterable, ahead: int
 
 
 def table_of(rows: list[tuple]) -> pa.Table:
-    """Rows of (study, head, target, type, question) as columns."""
     columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
     arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
     return pa.table(arrays, SCHEMA)
@@ -93,7 +91,7 @@ def table_of(rows: list[tuple]) -> pa.Table:
 
 
 def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
-    """Some columns of a release's table, as text. Raises InputError."""
+    """Read columns of a CSV file as text. Raises InputError."""
     try:
         return pd.read_csv(path, dtype=str, usecols=columns)
     except (OSError, ValueError, EOFError, zlib.error) as error:
@@ -101,14 +99,14 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 
 
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
-    """(a row for each study with an image of this view, by split and study; how many are left out and why).
+    """Return studies with an image of this view, sorted by split and study, and counts of excluded studies by reason.
 
-    PA comes before AP; of several images the first by name is taken.
+    PA takes precedence over AP. Of several such images, the first by name is used.
     """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
     table = read_csv(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", names)
     count, left_out = table["study_id"].nunique(), Counter()
-    # a blank view is looked up in the code, and never guessed
+    # a blank view is filled in from the view code, never guessed
     codes = table["ViewCodeSequence_CodeMeaning"].str.lower().map(VIEW_OF_CODE)
     table["view"] = table["ViewPosition"].fillna(codes)
     table["rank"] = table["view"].map({name: rank for rank, name in enumerate(VIEWS[view])})
@@ -140,7 +138,7 @@ def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFra
 
 
 def find_release(root: Path, grade: str) -> Path:
-    """The folder with metadata/ and qa/ or qa.zip: root itself, or its export of this grade."""
+    """Return the folder that holds qa/ or qa.zip: root itself, or its export of this grade. Raises InputError."""
     for folder in (root, root / "exports" / f"{grade.rstrip('+')}_frontal"):
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             return folder
@@ -148,7 +146,10 @@ def find_release(root: Path, grade: str) -> Path:
 
 
 def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
-    """A function from a study to the ids of its questions of this grade or better: the parquet file alone has them."""
+    """Return a function that maps a study to the ids of its questions of this grade or better. Raises InputError.
+
+    The grades are only in question_metadata.parquet.
+    """
     path = release / "metadata" / "question_metadata.parquet"
     good = GRADES[GRADES.index(grade) :]
     studies, ids = [np.empty(0, np.int64)], []
@@ -159,7 +160,7 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
             kept = [rank for rank, name in enumerate(rating) if name and re.sub(r"^\d+_", "", name) in good]
             batch = batch.filter(pc.is_in(batch[RATING].indices, pa.array(kept, pa.int32())))
             studies.append(pc.cast(pc.utf8_slice_codeunits(batch["study_id"], 1), pa.int64()).to_numpy())
-            # all together may be more than the 2 GB of a string array
+            # all ids together may exceed the 2 GB limit of a string array
             ids.append(pc.cast(batch["question_id"], pa.large_string()))
     except (OSError, KeyError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read ({error}); download it again, or --grade all") from None
@@ -177,14 +178,14 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
 
 @functools.cache
 def open_zip(path: Path) -> zipfile.ZipFile:
-    """qa.zip, whose list of 227,827 members a process reads once."""
+    """Cached, so that each process reads the list of 227,827 members only once."""
     return zipfile.ZipFile(path)
 
 
 def read_part(job: tuple) -> tuple[pa.Table, Counter]:
-    """(rows of some studies' questions, how many are left out and why).
+    """Return the questions of some studies, and counts of excluded studies and questions by reason.
 
-    job: (release, number of the first study, [(subject, study)], their good questions' ids or None for all).
+    job: (release, index of the first study, [(subject, study)], [each study's questions to keep] or None for all).
     """
     release, first, studies, good = job
     rows, left_out = [], Counter()
@@ -225,7 +226,7 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
 
 
 def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFrame, pa.Table, Counter]:
-    """(studies, questions, what is left out) of both releases. A partial download gives what is there."""
+    """Read both releases or what is there of them; return (studies, questions, counts of exclusions by reason)."""
     release = find_release(Path(args.source[1]), args.grade)
     studies, left_out = read_studies(Path(args.source[0]), args.view, args.patients)
     good = None if args.grade == "all" else read_grades(release, args.grade)
@@ -244,13 +245,13 @@ def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFram
     return studies, pa.concat_tables(parts), left_out
 
 
-# --- a table of one's own ---------------------------------------------------------------------------------------------
+# --- user-supplied table ----------------------------------------------------------------------------------------------
 
 
 def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
-    """The CheXpert labels that a row tells: `labels` names those that are present, or each has a column of its own."""
+    """Return a row's CheXpert labels, from a column `labels` that names those present or from one column per label."""
     present = [name.strip().lower() for name in row.get("labels", "").split(";") if name.strip()]
-    # a healthy study is written either way
+    # both "no finding" and "none" mark a healthy study
     present = ["no finding" if name == "none" else name for name in present]
     for name in present:
         if name not in CLASS_OF["category"]:
@@ -266,7 +267,7 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 
 
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
-    """What a row tells about its study: image, patient, split, and if given view, sex, age and labels."""
+    """Return a row's image, patient and split, and view, sex, age and labels if given. Raises InputError."""
     image, split = row["image"], row.get("split", "")
     if ".." in Path(image).parts and not Path(image).is_absolute():
         raise InputError(f"{source}: {image} leads out of the table's folder; give an absolute path")
@@ -283,7 +284,10 @@ def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Name
 
 
 def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
-    """(head, target, type, text) of a row; the answer decides the head, as no answer is in two."""
+    """Return (head, target, type, text) of a row. Raises InputError.
+
+    Without a head column, the answer determines the head, because no answer belongs to two heads.
+    """
     answer, text = row.get("answer", "").lower(), row["question"]
     head = row.get("head", "").lower() or next((name for name in HEADS if answer in CLASS_OF[name]), None)
     if not text:
@@ -297,9 +301,9 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 
 
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
-    """(studies, questions, {}) of a table with image, question, answer and, if wanted, head, labels, patient, split.
+    """Read a table with image, question, answer and optional columns; return (studies, questions, empty Counter).
 
-    Without questions, each label that is known becomes one. Raises InputError naming all rows that are wrong.
+    Without a question column, each known label becomes a question. Raises InputError that names all invalid rows.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
@@ -333,15 +337,15 @@ def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]
 
 
 def decode(path: str | Path, side: int) -> np.ndarray:
-    """(side, side) uint8: the whole image in proportion, black beside it. Raises OSError and ValueError."""
+    """Read an image as (side, side) uint8, scaled to fit and padded with black. Raises OSError or ValueError."""
     image = images.open_upright(path, side=2 * side).convert("L")
     return np.asarray(images.square(image, side, Image.Resampling.BICUBIC))
 
 
 def decode_part(job: tuple) -> list[tuple[int, str]]:
-    """Decode some studies' images into their places of the file; [(study, what is wrong)].
+    """Decode some studies' images and write them into the image file; return [(study, error)].
 
-    job: (file, side, number of the first study, paths).
+    job: (file, side, index of the first study, paths).
     """
     file, side, first, paths = job
     pixels, problems = np.zeros((len(paths), side, side), np.uint8), []
@@ -350,7 +354,7 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
             pixels[place] = decode(path, side)
         except (OSError, ValueError) as error:
             problems.append((first + place, f"{path}: not a readable image ({error})"))
-    # not mapped: a full disk is an error here, and would kill a process that writes into a mapped file
+    # no memory map, because on a full disk, writing to a map kills the process instead of raising OSError
     with open(file, "r+b") as target:
         target.seek(first * side**2)
         target.write(pixels)
@@ -358,9 +362,9 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
 
 
 def write(args: argparse.Namespace, folder: Path) -> None:
-    """Write the four files into a folder, and print what they hold. Raises InputError for an unusable source."""
+    """Write the four files into a folder and print a summary. Raises InputError for an unusable source."""
     own = len(args.source) == 1
-    # what a process makes is not garbage, and to look for some takes half of the time
+    # without gc.disable, half of the time goes into garbage collection, which finds nothing
     with ProcessPoolExecutor(args.workers, initializer=gc.disable) as pool:
         studies, rows, left_out = read_own(args) if own else read_releases(args, pool)
         if not len(rows):
@@ -375,7 +379,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
         jobs = [(file, side, first, paths[first : first + IMAGES]) for first in range(0, len(paths), IMAGES)]
         problems = [problem for found in tqdm(pool.map(decode_part, jobs), "images", len(jobs)) for problem in found]
 
-    # a study whose image is damaged has no questions
+    # drop the questions of studies with a damaged image
     if problems:
         damaged, reasons = zip(*problems, strict=True)
         rows = rows.filter(pc.invert(pc.is_in(rows["study"], pa.array(damaged, pa.int32()))))
@@ -397,7 +401,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     facts |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     facts |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
-        # a run that is resumed must have the same
+        # a resumed run checks that its data have the same digest
         facts["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -409,7 +413,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write OUT. Raises InputError for an OUT that exists and an unusable source, RunError where it cannot go on."""
+    """Write OUT. Raises InputError if OUT exists or a source is unusable, RunError if writing or a process fails."""
     if len(args.source) > 2 or (len(args.source) == 1 and Path(args.source[0]).is_dir()):
         raise InputError("give CXR_JPG QA_RELEASE OUT, or TABLE OUT")
     out = Path(args.out)
@@ -433,18 +437,18 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def bounds_of(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """[0, ...]: at which of the sorted questions, whose studies these are, each split ends."""
+    """Return [0, end of train, end of val, end of test] as positions in `study`, the sorted study of each question."""
     last = [int((studies["split"].map(SPLITS.index) <= place).sum()) for place in range(len(SPLITS))]
-    # of the same type: numbers of another would be compared with a copy of the column
+    # searchsorted would copy the column if the dtypes differed
     return [0, *np.searchsorted(study, np.array(last, study.dtype)).tolist()]
 
 
 @dataclass
 class Prepared:
-    """A prepared folder: what is large is mapped, and shared by all processes of a machine.
+    """A prepared folder. Large arrays are memory-mapped, so all processes of a machine share them.
 
     images: (studies, side, side) uint8. labels: (studies, 14) of 1, 0, -1, NaN. study, head, target: (questions,).
-    type, question: (questions,), numbers of the texts in `types` and `texts`. bounds: where each split ends.
+    type, question: (questions,), indices into `types` and `texts`. bounds: see bounds_of(). facts: from prepared.json.
     """
 
     folder: Path
@@ -462,12 +466,12 @@ class Prepared:
     facts: dict
 
     def __reduce__(self):
-        # a loading process that is not forked maps the files itself
+        # spawned DataLoader workers map the files themselves instead of receiving a copy
         return open_prepared, (self.folder,)
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Open what prepare() wrote. Raises InputError for a folder that it did not."""
+    """Open a folder written by prepare(). Raises InputError for any other folder."""
     try:
         facts = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
         if facts["format"] != FORMAT:

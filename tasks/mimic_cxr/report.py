@@ -1,4 +1,4 @@
-"""Scores of a MIMIC-CXR run with intervals by patient, rivals and ablations beside them, files, and a figure."""
+"""Evaluation of a MIMIC-CXR run: scores with intervals by patient, baselines, ablations, files, and a figure."""
 
 import textwrap
 from pathlib import Path
@@ -13,13 +13,13 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import Prepared
 from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
-# questions that are answered again without their image, and those whose images rivals are fitted to
+# maximum number of questions in an ablation, and of questions whose images the baselines are fitted to
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# questions that have a classifier of their own in the rivals that see the image, and components that it knows
+# in baselines that see the image: maximum number of questions with their own classifier, and of components
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
-# {column: a value for each question}: what is asked, and what is answered, see answer_questions in train_mimic_cxr.py
+# {column: one value per question}: COLUMNS and the model's answers, see answer_questions() in train_mimic_cxr.py
 Rows = dict[str, ndarray]
 COLUMNS = ("study", "head", "target", "type", "question")
 
@@ -28,9 +28,9 @@ COLUMNS = ("study", "head", "target", "type", "question")
 
 
 def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
-    """(R, labels) areas under the ROC curves of (S, labels) scores, where study s counts counts[r, s] times.
+    """Areas under the ROC curves (R, labels) of scores (S, labels); resample r contains study s counts[r, s] times.
 
-    truth: 1, 0, or anything else where it is not known. Equal scores count half. NaN where a class is missing.
+    truth: 1, 0, or any other value for unknown. Ties count half. NaN if a class is absent.
     """
     areas = np.full((len(counts), scores.shape[1]), np.nan)
     for label in range(scores.shape[1]):
@@ -51,7 +51,7 @@ def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
 
 
 def macro(areas: ndarray) -> ndarray:
-    """(R,) means over the labels of (R, labels) areas that are defined."""
+    """Average areas (R, labels) over the labels, ignoring NaN."""
     return pd.DataFrame(areas).mean(axis=1).to_numpy()
 
 
@@ -63,7 +63,7 @@ def calibration_error(probability: ndarray, right: ndarray) -> float:
 
 
 def score(rows: Rows, labels: ndarray, head_weight: dict, chexpert_weight: float, split: str) -> dict[str, float]:
-    """The training loss over a whole split, accuracy in all and of each head, and the macro AUROC of the labels."""
+    """Return a split's training loss, its accuracy overall and by head, and the macro AUROC of the labels."""
     right = rows["given"] == rows["target"]
     metrics, vqa = {"vqa_accuracy": right.mean()}, 0.0
     for place, head in enumerate(HEADS):
@@ -79,13 +79,13 @@ def score(rows: Rows, labels: ndarray, head_weight: dict, chexpert_weight: float
     return {f"{split}/{name}": float(value) for name, value in (losses | metrics).items()}
 
 
-# --- rivals -----------------------------------------------------------------------------------------------------------
+# --- baselines --------------------------------------------------------------------------------------------------------
 
 
 def look_up(keys: ndarray, heads: ndarray, targets: ndarray, wanted: ndarray, wanted_heads: ndarray) -> ndarray:
-    """The most frequent target of each wanted (key, head) among (key, head, target); -1 for a pair that is not there.
+    """Return the most frequent target of each wanted (key, head) pair, or -1 for a pair without a target.
 
-    A million at a time, as there may be 31 of them.
+    Processes a million rows at a time, because there may be 31 million.
     """
     pairs = counts = np.zeros(0, np.int64)
     for begin in range(0, len(keys), 2**20):
@@ -104,7 +104,7 @@ def look_up(keys: ndarray, heads: ndarray, targets: ndarray, wanted: ndarray, wa
 
 
 def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
-    """The most frequent training answer to a question's type, and to its very text where that is known."""
+    """Answer with the most frequent training answer to the question's type, or to its exact text if that occurs."""
     majority, question = (
         look_up(train[name], train["head"], train["target"], rows[name], rows["head"]) for name in ("type", "question")
     )
@@ -112,10 +112,10 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 
 
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
-    """Answers that follow from the CheXpert label that best predicts a question's answer in training.
+    """Answer each question from the CheXpert label that best predicts its answer in training.
 
-    labels: (studies, 14), the true ones, of which the training is told; rows know the predicted ones. fallback: the
-    answers (N,) to questions of which no label is known.
+    The training rows use the true labels (studies, 14), `rows` the predicted labels. fallback (N,): answers to
+    questions that no label can answer.
     """
     names, text = np.unique(train["question"], return_inverse=True)
     known, target, heads = labels[train["study"]], train["target"], train["head"]
@@ -136,12 +136,12 @@ def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndar
 
 
 def small_pixels(image: torch.Tensor) -> torch.Tensor:
-    """(N, 1, S, S) -> (N, 1024): the images at 32 x 32."""
+    """Downsample images (N, 1, S, S) to 32 x 32 and flatten them to (N, 1024)."""
     return F.adaptive_avg_pool2d(image, 32).flatten(1)
 
 
 def image_numbers(image: torch.Tensor) -> torch.Tensor:
-    """(N, 1, S, S) from 0 to 1 -> (N, 60): mean and SD in a 4 x 4 grid, histograms of grey values and of gradients."""
+    """Features (N, 60) of images (N, 1, S, S) in 0..1: 4 x 4 means and SDs, histograms of gray values and gradients."""
     mean = F.adaptive_avg_pool2d(image, 4)
     deviation = (F.adaptive_avg_pool2d(image.square(), 4) - mean.square()).clamp_min(0).sqrt()
     gradient = torch.hypot(image.diff(dim=2)[..., :-1], image.diff(dim=3)[:, :, :-1])
@@ -153,41 +153,41 @@ def image_numbers(image: torch.Tensor) -> torch.Tensor:
     return torch.cat([mean.flatten(1), deviation.flatten(1), *histograms], 1)
 
 
-# features of images (N, 1, S, S) from 0 to 1, by their name as rivals
+# {name of the baseline: function from images (N, 1, S, S) in 0..1 to features}
 LOOKS = {"pixels": small_pixels, "numbers": image_numbers}
 
 
 def components(features: ndarray, fitted: int) -> ndarray:
-    """(N, 64) principal components of standardised features (N, D), whitened; the first `fitted` rows decide."""
+    """Whitened principal components (N, 64) of standardized features (N, D), fitted to the first `fitted` rows."""
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import StandardScaler
 
     x = StandardScaler().fit(features[:fitted]).transform(features.astype(float))
     count = min(COMPONENTS, fitted, x.shape[1])
     pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
-    # Features may depend on each other, as a histogram's shares: whitening would blow up what rounding leaves of them.
-    # One component stays even of images that are all the same, as scikit-learn fits nothing to none.
+    # Drop components without variance, where whitening would amplify rounding errors; they come from linearly dependent
+    # features, such as the shares of a histogram. Keep at least one, because scikit-learn cannot fit zero features.
     return pca.transform(x)[:, : max(1, (pca.explained_variance_ > 1e-6).sum())]
 
 
 def fit_logistic(x: ndarray, target: ndarray, penalty: float):
-    """scikit-learn's logistic regression; the L2 penalty is relative to the mean loss, whatever the number of rows."""
+    """Fit a logistic regression whose L2 penalty is relative to the mean loss, independent of the number of rows."""
     from sklearn.linear_model import LogisticRegression
 
-    # Converged, so that no answer depends on the processor.
+    # converge tightly, so that no answer depends on the processor
     return LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000).fit(x, target)
 
 
 def classical(features: ndarray, labels: ndarray, train: Rows, val: Rows, rows: Rows, start: ndarray) -> tuple:
-    """(answers (N,), label scores (S, 14)) of logistic regressions on principal components of an image's features.
+    """Return (answers (N,), label scores (S, 14)) of logistic regressions on principal components of image features.
 
-    One for each label, and one for each of the most frequent questions. Fitted to the training; the validation chooses
-    both penalties; rows: what is answered. features: of the studies of these three, one after another. labels:
-    (studies, 14). start: the answers to the other questions.
+    Fits one regression per label and per frequent question to the training set; the validation set selects one penalty
+    for the labels and one for the questions. rows: questions to answer. features: the studies of train, val and rows,
+    concatenated. labels: (studies, 14). start: answers to the less frequent questions.
     """
     images = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(images[0]))
-    # the row of x that a study has
+    # each study's row in x
     place = np.zeros(len(labels), int)
     place[np.concatenate(images)] = np.arange(len(x))
     judged = {name: np.concatenate([val[name], rows[name]]) for name in ("study", "question")}
@@ -223,7 +223,7 @@ def classical(features: ndarray, labels: ndarray, train: Rows, val: Rows, rows: 
 
 
 class SplitResults:
-    """A split's questions with the network's answers, its studies, each once, and resamples of their patients."""
+    """A split's questions with the network's answers, its distinct studies, and resamples of its patients."""
 
     def __init__(self, split: str, rows: Rows, data: Prepared):
         patients = data.studies["patient"].to_numpy()
@@ -231,21 +231,21 @@ class SplitResults:
         self.right, self.case = (rows["given"] == rows["target"]).astype(float), patients[rows["study"]]
         self.studies, first = np.unique(rows["study"], return_index=True)
         self.truth, self.probability = data.labels[self.studies], rows["chexpert"][first]
-        # how often each study is in the data itself and in each resample of the patients
+        # how often each study occurs in the data (row 0) and in each resample of the patients
         whole = np.ones(len(self.studies))
         self.counts = np.vstack([whole, resample_cases(patients[self.studies], whole)])
-        # (1 + 1000, 14): of each label
+        # AUROC of each label, (1 + 1000, 14)
         self.areas = aurocs(self.probability, self.truth, self.counts)
 
 
 def print_tables(
     own: SplitResults, asked: Rows, fitted: dict[str, Rows], features: dict[str, ndarray], ablations: dict
 ) -> dict[str, float]:
-    """Rank 0: print what the network reaches, with intervals by patient, beside its rivals; returns all by name.
+    """Rank 0: print the scores of the network, its baselines and its ablations; return them as {name: value}.
 
-    asked: all training questions. fitted: {"train": ..., "val": ...}, those whose images rivals know. features: of the
-    studies of these two, and then of the split. ablations: {name: (which rows, their Rows)}. Without training questions
-    there are no rivals.
+    asked: all training questions; if there are none, there are no baselines. fitted: {"train": ..., "val": ...},
+    questions whose images the baselines see. features: the studies of train, val and the split, concatenated.
+    ablations: {name: (indices of the questions, their Rows)}.
     """
     guesses, seeing = {}, {}
     if len(asked["target"]):
@@ -261,7 +261,7 @@ def print_tables(
 
 
 def table_of_answers(own: SplitResults, guesses: dict[str, ndarray], ablations: dict) -> dict[str, float]:
-    """Accuracy of the network, with its image taken away, and of the rivals; its lead on the same questions."""
+    """Accuracy of the network, its ablations and the baselines, with the network's lead on the same questions."""
     metrics, key = {}, f"{own.split}/vqa_accuracy"
     table = {"network": {"n": len(own.right), "accuracy": enter_mean(metrics, key, own.right, own.case)}}
     others = {f"ablation/{name}": (places, of["given"] == of["target"]) for name, (places, of) in ablations.items()}
@@ -278,7 +278,7 @@ def table_of_answers(own: SplitResults, guesses: dict[str, ndarray], ablations: 
 
 
 def table_of_findings(own: SplitResults, seeing: dict[str, ndarray]) -> dict[str, float]:
-    """The mean AUROC of the labels, and the network's lead over each rival in the same resamples."""
+    """Mean AUROC of the labels, with the network's lead over each baseline in the same resamples."""
     metrics, area = {}, macro(own.areas)
     table = {"network": {"AUROC": enter_area(metrics, f"{own.split}/chexpert_auroc", area)}}
     for name, scores in seeing.items():
@@ -290,7 +290,7 @@ def table_of_findings(own: SplitResults, seeing: dict[str, ndarray]) -> dict[str
 
 
 def table_of_labels(own: SplitResults) -> dict[str, float]:
-    """AUROC and calibration of each label that is both present and absent in some study."""
+    """AUROC and calibration of each label that is present in some studies and absent in others."""
     metrics, table = {}, {}
     for place, label in enumerate(CHEXPERT):
         if np.isfinite(own.areas[0, place]):
@@ -305,7 +305,7 @@ def table_of_labels(own: SplitResults) -> dict[str, float]:
 
 
 def table_of_groups(own: SplitResults) -> dict[str, float]:
-    """Accuracy and calibration by head, and by view, sex and age, which have an AUROC, too."""
+    """Accuracy and calibration by head and by group (view, sex, age), and the AUROC by group."""
     split, studies = own.split, own.data.studies.iloc[own.rows["study"]]
     age = pd.cut(studies["age"], AGES, right=False).astype(str).replace("nan", None)
     groups = {head: own.rows["head"] == place for place, head in enumerate(HEADS)}
@@ -334,12 +334,12 @@ def table_of_groups(own: SplitResults) -> dict[str, float]:
 
 
 def enter_mean(metrics: dict, key: str, values: ndarray, case: ndarray, sign: str = "") -> str:
-    """A mean and its interval by patient among the metrics; returns how a table shows them. sign: "+" for a lead."""
+    """Add a mean and its interval by patient to the metrics; return both as text. sign: "+" for a lead."""
     return enter(metrics, key, values.mean(), interval_of_mean(values, case, bounded=not sign), sign)
 
 
 def enter_area(metrics: dict, key: str, areas: ndarray, sign: str = "") -> str:
-    """As enter_mean, of areas or leads of which the first is of the data and the others of the resamples."""
+    """Like enter_mean(), for AUROCs or leads; areas[0] is from the data, the others from the resamples."""
     return enter(metrics, key, areas[0], interval_of_resamples(areas[1:]), sign)
 
 
@@ -357,13 +357,13 @@ def show(title: str, table: dict[str, dict]) -> None:
 
 
 def trained_labels(data: Prepared) -> list[str]:
-    """The CheXpert labels that are present in some training study and absent in another; only they mean something."""
+    """Return the CheXpert labels that can be learned: present in some training studies and absent in others."""
     labels = data.labels[(data.studies["split"] == "train").to_numpy()]
     return [label for label, column in zip(CHEXPERT, labels.T, strict=True) if {0, 1} <= set(column)]
 
 
 def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
-    """A row a question: what was asked, the truth, the answer, each class's probability, and the trained labels'."""
+    """Write one row per question: patient, image, question, truth, answer, and class and label probabilities."""
     studies, names = data.studies.iloc[rows["study"]], list(HEADS)
     heads = [names[head] for head in rows["head"]]
     frame = pd.DataFrame({
@@ -383,7 +383,7 @@ def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
 
 
 def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, tuple], labels: list[str]) -> None:
-    """Rank 0, --predict: predictions.csv, and the first answers with the likeliest findings on the console."""
+    """Rank 0: write predictions.csv and print the first answers with their likeliest findings."""
     lines = []
     for place, (file, question) in enumerate(asked):
         if place not in found:
@@ -403,7 +403,7 @@ def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, 
 
 
 def draw(rows: Rows, data: Prepared):
-    """A matplotlib figure: questions that are answered wrong and right, the labels' ROC curves, and the calibration."""
+    """Draw a matplotlib figure of wrong and right answers, the labels' ROC curves, and the calibration."""
     from matplotlib.figure import Figure
     from torchmetrics.functional.classification import binary_roc
 

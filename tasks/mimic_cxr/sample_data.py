@@ -1,18 +1,18 @@
-"""Write a small data set in the formats of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA, and tiny encoders beside it.
+"""Write a small synthetic data set in the formats of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA, and two tiny encoders.
 
-The chest X-rays are made up. In every place where a finding can be there is either it or a harmless look-alike of the
-same size and brightness, which differs by its form alone:
+Wherever a finding can occur, the image shows either the finding or a harmless look-alike of the same size and
+brightness that differs only in shape:
 
-- lung lesion: a ring, as of a cavity, in the upper, mid or lower zone; a solid blob of the same mass is harmless;
-- pneumothorax: the border of the dark apex is a smooth line; that of a skin fold is wavy;
-- pleural effusion: its upper border is a smooth meniscus; that of a scalloped diaphragm is wavy;
-- cardiomegaly: the wide heart has a smooth and sharp border; that of fat around the heart is wavy and less sharp;
-- support devices: a catheter above the lung is straight; a crease of the skin is wavy.
+- lung lesion: a ring, like a cavity, in the upper, mid or lower zone; look-alike: a solid blob of the same mass;
+- pneumothorax: the dark apex has a smooth border; look-alike: a skin fold with a wavy border;
+- pleural effusion: the upper border is a smooth meniscus; look-alike: a scalloped diaphragm with a wavy border;
+- cardiomegaly: the wide heart has a smooth, sharp border; look-alike: fat with a wavy, blurred border;
+- support devices: a straight catheter above the lung; look-alike: a wavy skin crease.
 
-Effusion, pneumothorax and heart have three sizes, the severity. Chests vary in width, place, brightness and contrast,
-and the waves begin anywhere, so that neither a pixel nor a mean tells. As in the releases, some views and labels are
-blank, some labels are uncertain, a fifth of the questions has no grade, and some answers have no target. The encoders
-have random weights.
+Effusion, pneumothorax and cardiomegaly have three sizes, which are their severities. The chest varies in width,
+position, brightness and contrast, and the waves have a random phase, so neither single pixels nor means reveal a
+finding. As in the releases, some views and labels are blank, some labels are uncertain, a fifth of the questions have
+no grade, and some answers have no target. The encoders have random weights.
 """
 
 import argparse
@@ -35,29 +35,28 @@ SEVERITIES = ("mild", "moderate", "severe")
 ZONES = ("upper lung zone", "mid lung zone", "lower lung zone")
 IN_LUNG = ("pleural effusion", "pneumothorax", "lung lesion")
 GRADED = ("pleural effusion", "pneumothorax", "cardiomegaly")
-# what can be there: (entity, side), the heart has none
+# possible findings: (entity, side), without a side for the heart
 PLACES = [(entity, side) for entity in (*IN_LUNG, "support devices") for side in SIDES] + [("cardiomegaly", "")]
 REGIONS = {"pleural effusion": "costophrenic angle", "pneumothorax": "lung apex", "support devices": "upper lung zone"}
-# None: not rated
+# quality ratings of questions; None: unrated
 GRADES = ("1_D", "3_B", "4_A", "5_A+", None)
 VIEWS = {"PA": "postero-anterior", "AP": "antero-posterior"}
-# {(entity, side): its severity, or a lesion's zone, from 0 to 2}
+# {(entity, side): severity, or zone of a lesion, as 0 to 2}
 Findings = dict[tuple[str, str], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this data set's flags."""
     add = parser.add_argument
-    add("out", type=Path, help="folder to write; must not hold a data set yet")
+    add("out", type=Path, help="output folder; must not hold a data set yet")
     add("--num_train", type=whole(1), default=2000, help="training patients, two studies each")
     add("--num_val", type=whole(0), default=100, help="validation patients")
     add("--num_test", type=whole(0), default=200, help="test patients")
-    add("--image_size", type=whole(32), default=64, help="side of the square images, pixels")
-    add("--seed", type=int, default=0, help="the same seed writes the same studies")
+    add("--image_size", type=whole(32), default=64, help="side of the square images in pixels")
+    add("--seed", type=int, default=0, help="random seed; equal seeds give equal studies")
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write both releases and two encoders. Raises InputError where the folder holds a data set."""
+    """Write both releases and two encoders. Raises InputError if the folder already holds a data set."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,7 +94,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     for name, rows in (("metadata", metadata), ("split", splits), ("chexpert", labels)):
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
-        # no time inside, so that the same seed writes the same bytes
+        # no timestamp, so that the same seed writes the same bytes
         (jpg / f"mimic-cxr-2.0.0-{name}.csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
     names = ("patient_id", "study_id", "question_id", "question.question_type", "question.quality.rating")
     columns = dict(zip(names, map(list, zip(*ratings, strict=True)), strict=True))
@@ -109,7 +108,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
 
 
 def draw_findings(rng: Generator) -> Findings:
-    """Two studies in five are normal but for a device; in the others a lung has at most one finding."""
+    """Draw findings: only devices in two of five studies; in the others, each lung has at most one finding."""
     findings = {}
     ill = rng.random() < 0.6
     for side in SIDES:
@@ -123,46 +122,44 @@ def draw_findings(rng: Generator) -> Findings:
 
 
 def soft(distance: np.ndarray) -> np.ndarray:
-    """From 0 outside to 1 inside, over about one unit."""
+    """Smooth step from 0 outside (distance < 0) to 1 inside, about one unit wide."""
     return 1 / (1 + np.exp(-np.clip(2 * distance, -30, 30)))
 
 
 def ridge(distance: np.ndarray) -> np.ndarray:
-    """1 on a line, 0 from about two units off."""
+    """Profile of a line: 1 at distance 0, close to 0 beyond two units."""
     return np.exp(-(distance**2) / 2)
 
 
 def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
-    """(size, size) uint8; the patient's left is at the image's right. Lengths are in 64ths of the side."""
+    """Draw an X-ray (size, size) uint8 with the patient's left on the image's right. Lengths: 64ths of the side."""
 
     def degree_of(entity: str, side: str) -> tuple[bool, int]:
-        """Whether it is there, and how large it or its look-alike is."""
+        """Whether the finding is present, and the size or zone of the finding or its look-alike."""
         drawn = int(rng.integers(3))
         return (entity, side) in findings, findings.get((entity, side), drawn)
 
     def wave(along: np.ndarray) -> np.ndarray:
-        """What a harmless border is off a smooth one."""
         phase = rng.uniform(0, 2 * np.pi)
         return 2.5 * np.cos(along / 2 + phase)
 
     y, x = np.mgrid[:size, :size] * 64 / size
     x = x - 32 - rng.uniform(-2.5, 2.5)
     y = y - 35 - rng.uniform(-2.5, 2.5)
-    # half of the chest's width, and of the lungs' height
+    # half the width of the chest, and half the height of the lungs
     width, height = rng.uniform(20, 27.5), rng.uniform(22.5, 25.5)
     coarse = Image.fromarray(rng.uniform(-1, 1, (6, 6)).astype(np.float32))
     image = 0.62 + 0.06 * np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC))
     image = image + 0.1 * soft(0.06 * width - abs(x))
     v = y / height
     for side in SIDES:
-        # from 0 at the spine to 1 at the chest's wall; in the lung also from -1 to 1
+        # u runs from 0 at the spine to 1 at the chest wall, `across` from -1 to 1 within the lung
         u = (x if side == "left" else -x) / width
         across = (u - 0.61) / 0.37
         lung = soft(0.37 * width * (1 - (abs(across) ** 3 + abs(v) ** 3) ** (1 / 3)))
         ribs = np.cos(25 * v + 3 * across**2 + rng.uniform(0, 6))
         image = image + lung * (0.03 * ribs - 0.3)
 
-        # borders that are smooth and bend a little, or wavy
         bend = 2 * (across**2 - 1 / 3)
         there, level = degree_of("pneumothorax", side)
         below = height * (v + 0.76 - 0.13 * level - rng.uniform(-0.02, 0.02)) - (bend if there else wave(u * width))
@@ -171,7 +168,6 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
         below = height * (v - 0.8 + 0.13 * level - rng.uniform(-0.02, 0.02)) + (bend if there else wave(u * width))
         image = image + rng.uniform(0.3, 0.4) * lung * soft(below)
 
-        # a ring or a blob of the same mass
         there, zone = degree_of("lung lesion", side)
         right, down = rng.uniform(0.47, 0.75), 0.32 * (zone - 1) + rng.uniform(-0.06, 0.06)
         distance = np.hypot((u - right) * width, (v - down) * height)
@@ -179,7 +175,6 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
         shape = ridge(distance - radius) if there else np.exp(-((distance / radius) ** 4) / 2)
         image = image + rng.uniform(18, 26) * (size / 64) ** 2 * shape / shape.sum()
 
-        # a line above the lung
         along = (u - rng.uniform(0.5, 0.65)) * width
         shape = 0.1 * along if ("support devices", side) in findings else wave(along)
         off = y + rng.uniform(1.08, 1.2) * height + shape
@@ -200,7 +195,7 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
 
 
 def draw_labels(rng: Generator, findings: Findings) -> list:
-    """A study's 14 labels: 1, 0, -1 (uncertain) or blank; those that cannot be seen here are all blank."""
+    """Draw a study's 14 labels: 1, 0, -1 (uncertain) or blank; labels that the images cannot show are blank."""
     entities = {entity for entity, _ in findings}
     truth = {entity: entity in entities for entity, _ in PLACES}
     truth["no finding"] = not entities - {"support devices"}
@@ -213,11 +208,11 @@ def draw_labels(rng: Generator, findings: Findings) -> list:
 
 
 def ask(rng: Generator, findings: Findings) -> list[dict]:
-    """A study's questions and their answers, as in a .qa.json."""
+    """Create a study's questions and answers in the format of a .qa.json file."""
     questions = []
 
     def add(kind: str, text: str, place: tuple | None = None, **changed) -> None:
-        """`place`: of the finding that the answer tells of, if there is one."""
+        """Add a question; its answer is positive if there is a finding at `place`. changed: overrides of the answer."""
         answer = {"answer_type": "main_answer", "text": "", "regions": [], "obs_entities": ["no finding"]}
         answer |= {"positiveness": "neg", "modifiers": []}
         if place in findings:
@@ -234,7 +229,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
     present = list(findings)
     for _ in range(5):
-        # about half of the answers are yes; of the others many are about the wrong side
+        # about half of the answers are yes; many of the others ask for a finding on the wrong side
         entity, side = PLACES[rng.integers(len(PLACES))]
         if present and rng.random() < 0.7:
             entity, side = present[rng.integers(len(present))]
@@ -258,7 +253,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
     first = ill[0] if ill else None
     add("B03_is_abnormal", "Is the study abnormal?", first)
     add("B04_is_normal", "Is everything normal?", first)
-    # no target: neither yes nor no, and no severity
+    # a question without a target: its answer has no severity and is neither positive nor negative
     add("D04_how_severe_is_finding", "How severe is the scar?", positiveness="neutral")
     return questions
 
@@ -267,22 +262,22 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
 
 def write_encoders(out: Path, texts: set[str], seed: int) -> None:
-    """Write convnext_tiny, for 64 x 64 pixels, and bert_tiny, whose vocabulary is that of the questions."""
+    """Write convnext_tiny for 64 x 64 pixels, and bert_tiny with the vocabulary of the questions."""
     import torch
     import transformers as hf
 
     hf.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    # at the usual layer scale of 1e-6 the blocks do nothing for the first thousands of steps
+    # with the default layer scale of 1e-6, the blocks have no effect for thousands of steps
     sizes = {"patch_size": 4, "num_stages": 3, "depths": [1, 1, 2], "hidden_sizes": [24, 48, 96]}
     convnext = hf.ConvNextModel(hf.ConvNextConfig(**sizes, image_size=64, layer_scale_init_value=1.0))
     for weight in convnext.parameters():
         if weight.dim() > 1:
-            # the usual 0.02 suits wide layers; narrow ones would pass on next to nothing
+            # the default std of 0.02 suits wide layers; in narrow layers the signal would vanish
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     convnext.save_pretrained(out / "convnext_tiny")
     settings = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}
-    # ImageNet's
+    # ImageNet statistics
     settings |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
     (out / "convnext_tiny" / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
 

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO as the engine of a run, with the same AdamW and the same checkpoints as torch's own.
+"""DeepSpeed ZeRO as an engine, with the same AdamW and the same checkpoint format as the engines in utils/engine.py.
 
-A checkpoint holds full fp32 tensors by name, gathered from whatever stage: any engine resumes it, at any number of
-processes, and no pickle of DeepSpeed's is ever loaded.
+A checkpoint holds full fp32 tensors by name, gathered from the shards of any ZeRO stage. Every engine can resume it at
+any number of processes, and DeepSpeed's own pickle files are never loaded.
 """
 
 import contextlib
@@ -20,30 +20,30 @@ import distributed_utils as du
 from utils.cli import InputError, read_config
 from utils.engine import Engine
 
-# what the command line owns
+# config keys that the script's flags set
 OWNED = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "optimizer", "scheduler",
 )  # fmt: skip
-# what AdamW keeps of each parameter, beside the step
+# AdamW's state tensors per parameter
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_installed() -> bool:
-    """Whether DeepSpeed is there; found, not imported, which takes seconds."""
+    """Whether DeepSpeed is installed, without importing it, which takes seconds."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether the model's weights are shared out over the ranks (ZeRO-3), so that all make equally many passes."""
+    """Whether ZeRO-3 shards the model's weights, so that all ranks must make the same number of passes."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def read_zero_config(path: str) -> dict:
-    """A JSON for DeepSpeed as a dict. Raises InputError where it says what the flags say, or has no ZeRO stage.
+    """Read a DeepSpeed config. Raises InputError if it is invalid, has no ZeRO stage, or sets what a flag sets.
 
-    DeepSpeed's own checks follow when it starts.
+    DeepSpeed checks blocks other than zero_optimization, fp16 and bf16 when it starts.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -70,9 +70,9 @@ def read_zero_config(path: str) -> dict:
 
 
 class ZeroEngine(Engine):
-    """An engine that shares out gradients, optimizer state and, in stage 3, weights over the ranks."""
+    """Engine that shards the optimizer state, from stage 2 the gradients, and in stage 3 the weights over the ranks."""
 
-    # each pass exchanges something, so all ranks make equally many
+    # each pass contains collectives
     equal_passes = True
 
     def __init__(
@@ -85,14 +85,14 @@ class ZeroEngine(Engine):
         micro_batch_size: int,
         **options,
     ):
-        """config: of read_zero_config(). micro_batch_size: samples of one forward pass. The rest as of Engine."""
+        """config: result of read_zero_config(). Other arguments: see Engine."""
         self.precision, self.config, self.micro_batch_size = precision, config, micro_batch_size
         self.groups = optimizer.state_dict()["param_groups"]
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.parameters = [
             (names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]
         ]
-        # weights that replace those of the training in the model, see put_weights
+        # weights that put_weights() has loaded in place of the trained weights
         self.replaced: dict[str, Tensor] | None = None
         super().__init__(model, optimizer, precision, *args, **options)
 
@@ -105,10 +105,10 @@ class ZeroEngine(Engine):
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # its shared-memory collectives on a CPU want a C++ compiler at the first start; gloo does the same
+        # use gloo instead of DeepSpeed's shared-memory collectives, which need a C++ compiler at the first start
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        # DeepSpeed rounds the weights to half precision before it copies them to its fp32 masters
+        # keep copies, because DeepSpeed rounds the weights to half precision before it fills its fp32 master weights
         weights = {name: parameter.detach().float().cpu().clone() for name, parameter in self.parameters}
         self.wrapped, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, config=self.filled_config(), dist_init_required=False
@@ -117,18 +117,18 @@ class ZeroEngine(Engine):
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         scales = saved["scaler"] if saved else {}
         for name in SCALER:
-            # torch's own has a scale alone
+            # a checkpoint of torch's GradScaler has only the scale
             value = scales.get(name, scales.get("scale") if name == "cur_scale" else None)
             if value is not None and hasattr(scaler, name):
                 setattr(scaler, name, value)
 
     def filled_config(self) -> dict:
-        """The config with what DeepSpeed wants to be told beside it."""
+        """Complete the config for deepspeed.initialize()."""
         config = {key: value for key, value in self.config.items() if key not in ("fp16", "bf16")}
-        # a step ends where around_micro_batch() says so
+        # around_micro_batch() marks the end of a step, so DeepSpeed must not count micro-batches
         config |= {"train_micro_batch_size_per_gpu": self.micro_batch_size, "gradient_accumulation_steps": 1}
         config |= {"gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip}
-        # torch's AdamW resumes bit for bit, DeepSpeed's own does not
+        # keep torch's AdamW, which resumes bit for bit, unlike DeepSpeed's
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         config |= {"steps_per_print": 1 << 40}
         if self.precision != "no":
@@ -137,13 +137,13 @@ class ZeroEngine(Engine):
             config[self.precision] |= {"enabled": True}
             if self.precision == "bf16":
                 config["bf16"]["check_grad_overflow"] = True
-        # the script recomputes its activations itself
+        # the script does its own activation checkpointing
         config.pop("activation_checkpointing", None)
         return config
 
     def close(self) -> None:
         if self.wrapped is not self.model:
-            # its hooks hold the model in cycles
+            # DeepSpeed's hooks keep the model alive through reference cycles
             self.wrapped.destroy()
             self.wrapped = self.model
 
@@ -153,7 +153,7 @@ class ZeroEngine(Engine):
         yield
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        # DeepSpeed averages over the ranks, so undo the division
+        # undo DeepSpeed's averaging over the ranks
         self.wrapped.backward(loss * (gradient * du.world()[1]), scale_wrt_gas=False)
 
     def update(self, lr: float) -> Tensor:
@@ -162,7 +162,7 @@ class ZeroEngine(Engine):
         self.wrapped.step()
         return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device).float()
 
-    # --- whole tensors out of the parts, and back into them -----------------------------------------------------------
+    # --- full tensors from shards and back ----------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
         if self.replaced is not None:
@@ -174,7 +174,7 @@ class ZeroEngine(Engine):
         return buffers | {name: value.detach().float().cpu() for name, value in full.items()}
 
     def state(self) -> dict:
-        """What torch.optim.AdamW.state_dict() would say, on rank 0; the others get None for each tensor."""
+        """All ranks: optimizer state in the format of torch's AdamW; its moments are None except on rank 0."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         step = float(next(iter(self.optimizer.state.values()))["step"])
@@ -186,16 +186,17 @@ class ZeroEngine(Engine):
                 state[number][key] = value.detach().float().cpu() if du.world()[0] == 0 else None
         scaler, scale = getattr(self.wrapped.optimizer, "loss_scaler", None), self.scaler.state_dict()
         if scale:
-            # in torch's words, beside DeepSpeed's own
+            # DeepSpeed's values, and the scale also under the name in torch's GradScaler
             scale |= {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
             scale["scale"] = float(scaler.cur_scale)
         return {"optimizer": {"state": state, "param_groups": self.groups}, "scaler": scale}
 
     def _fill(self, weights: dict[str, Tensor], state: dict) -> None:
-        """Put full weights and AdamW's state, {} of a new one, into this rank's parts."""
+        """Copy full weights and AdamW's state ({} for a new optimizer) into this rank's shards."""
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # DeepSpeed links parameters and state after the first group's first step, when the second group has none yet
+        # create the state of every group now: DeepSpeed links state to parameters after the first group's first step,
+        # when the second group has none yet
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}
@@ -222,18 +223,18 @@ class ZeroEngine(Engine):
 
 
 def _put(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-    """This rank's part of a whole fp32 tensor, into DeepSpeed's master weights (key None) or its optimizer state."""
+    """Copy this rank's shard of a full fp32 tensor into DeepSpeed's master weights (key None) or optimizer state."""
     from deepspeed import utils as deepspeed
 
     if not hasattr(parameter, "ds_id"):
-        # stages 1 and 2 take the part by themselves
+        # in stages 1 and 2, DeepSpeed selects this rank's shard itself
         value = value.to(parameter.device)
         if key:
             deepspeed.safe_set_full_optimizer_state(parameter, value, key)
         else:
             deepspeed.safe_set_full_fp32_param(parameter, value)
         return
-    # stage 3 cuts a flat tensor into equal parts, and pads the last rank's
+    # stage 3 cuts the flat tensor into equal shards and pads the last one
     length = parameter.ds_tensor.numel()
     flat = torch.zeros(length * dist.get_world_size(), dtype=torch.float32)
     flat[: value.numel()] = value.flatten()
