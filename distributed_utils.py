@@ -154,7 +154,6 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
     Use DDP only in functions called inside the `with` block: torch 2.13 aborts about one exit in eight if a DDP wrapper
     outlives the process group.
     """
-    # print a stack trace if C code crashes
     faulthandler.enable()
     rank, local_rank, world_size, launcher = read_environment()
     device = torch.device("cpu")
@@ -247,7 +246,6 @@ def world() -> tuple[int, int]:
 
 
 def print_main(*values) -> None:
-    """Print on rank 0 only."""
     if world()[0] == 0:
         print(*values, flush=True)
 
@@ -311,7 +309,6 @@ def create_distributed_dataloader(
         sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, gpu_shares, groups)
     else:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
-    # more workers than cores would only compete
     num_workers = min(num_workers, usable_cores())
     return DataLoader(
         dataset,
@@ -417,7 +414,6 @@ def reduce_sum(values: Tensor | list) -> Tensor:
 
 
 def reduce_max(values: list[float]) -> list[float]:
-    """Elementwise maximum over ranks."""
     return combine(values, lambda one, other: list(map(max, one, other)))
 
 

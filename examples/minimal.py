@@ -95,7 +95,6 @@ def make_model(classes: int, dropout: float) -> nn.Module:
 
 
 def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy summed over the batch and the number of correct predictions."""
     with autocast(batch["image"].device, precision):
         logits = model(batch["image"]).float()
     return F.cross_entropy(logits, batch["label"], reduction="sum"), (logits.argmax(1) == batch["label"]).sum()
@@ -118,7 +117,6 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     precision, described = set_precision(args.mixed_precision, device, args.deterministic)
     # nothing is written until Training begins, so all input errors are reported before a run is touched
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size", "dropout"))
-    # model_flags now have the checkpoint's values
     args = run.args
     folder = Path(args.data_root) if args.data_root else None
     train_set = Images(folder and folder / "train", args, synthetic=203, augmented=True)

@@ -61,8 +61,6 @@ def _link(source: Path, target: Path) -> None:
 
 
 class HashingFile:
-    """A write-only file that hashes what is written to it."""
-
     def __init__(self, file):
         self.file = file
         self.sha256 = hashlib.sha256()
@@ -131,7 +129,6 @@ class HostCopy:
         return copied
 
     def _copy(self, value, place: tuple):
-        """place: the keys and indices that lead to the value."""
         if isinstance(value, torch.Tensor):
             like, kept = value.detach(), self.kept.get(place)
             if kept is None or (kept.shape, kept.stride(), kept.dtype) != (like.shape, like.stride(), like.dtype):
@@ -199,7 +196,6 @@ def export_weights(state_dict: dict, path: Path) -> None:
 
 
 def frozen_names(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters that do not require gradients."""
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
@@ -376,7 +372,6 @@ def _take_lock(file, folder: Path, wait: float) -> bool:
 
 
 def _is_valid(seal: Seal, run_id: str, step: int) -> bool:
-    """Whether a checkpoint is intact, belongs to this run and is not from a later step."""
     return not seal.damage and seal.run_id == run_id and seal.step <= step
 
 

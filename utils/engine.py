@@ -60,7 +60,6 @@ class Engine:
         self.start(saved)
 
     def start(self, saved: dict | None) -> None:
-        """All ranks: restore the optimizer and the loss scale, then wrap the model."""
         if saved:
             checkpoint.restore_optimizer(self.optimizer, saved["optimizer"])
             if self.scaler.is_enabled() and saved["scaler"]:
@@ -117,7 +116,6 @@ class Engine:
         return checkpoint.trained_state(self.model, self.frozen)
 
     def state(self) -> dict:
-        """All ranks: the optimizer's and the loss scale's entries of a checkpoint."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def put_weights(self, weights: dict[str, Tensor]) -> None:
@@ -161,7 +159,6 @@ class ExactEngine(Engine):
 
     def wrap(self) -> None:
         self.close()
-        # the backward pass finishes the last parameters first
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad][::-1]
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
@@ -194,7 +191,6 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        # round_for_exact_sum in place
         self.views[parameter] += parameter.grad.reshape(-1).double().add_(self.shift).sub_(self.shift)
         parameter.grad = None
         self.missing[self.bucket_of[parameter]] -= 1
@@ -227,6 +223,5 @@ class ExactEngine(Engine):
 def make_engine(
     model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, args: Namespace, device: torch.device, **options
 ) -> Engine:
-    """All ranks: build the engine that the flags ask for; options go to Engine."""
     kind = ExactEngine if args.deterministic else Engine
     return kind(model, optimizer, precision, args, device, **options)

@@ -85,7 +85,6 @@ class RunLog:
         import yaml
         from torch.utils.tensorboard import SummaryWriter
 
-        # args.yaml: the script and its flags, readable by --config
         values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
         values |= {"script": Path(sys.argv[0]).name, "world_size": self.ranks.world_size}
         path, text = self.folder / "args.yaml", yaml.safe_dump(values)
@@ -154,7 +153,6 @@ class RunLog:
             self.collect()
 
     def collect(self) -> None:
-        """All ranks: copy the kept steps to the host and sum them over the ranks; update `worst`."""
         if not self.recent:
             return
         values, rows = torch.stack([value for step in self.recent for value in step]).double().cpu(), []

@@ -124,7 +124,6 @@ class Run:
         self.args = with_flags(args, **flags)
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
-        # figures not yet sent to TensorBoard
         self.new_figures: dict[str, np.ndarray] = {}
         # set while training: the file for this rank's stack traces if it hangs, and when the watchdog was last reset
         self.stack_file: TextIO | None = None
@@ -161,7 +160,6 @@ class Run:
             if len(gpu_shares) != ranks.world_size:
                 raise InputError(f"--gpu_shares {args.gpu_shares}: needs {ranks.world_size} numbers, one per process")
 
-        # find the largest micro-batch that fits on every GPU, and time each GPU
         wanted = micro_batch_size
         auto_batch = ranks.device.type == "cuda" if args.auto_batch is None else args.auto_batch
         if auto_batch or args.gpu_shares == "auto":
@@ -233,7 +231,6 @@ class Run:
             raise RunError(f"{self.folder}: {what} not written ({error}); {advice}") from None
 
     def write_summary(self, name: str, values: dict) -> None:
-        """Rank 0: write values to <name>.json in the run folder."""
         if self.ranks.is_main:
             (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -287,7 +284,6 @@ class Training:
         self.samples_read = 0
         self.profiler: torch.profiler.profile | None = None
         first, last = map(int, (args.profile or "0:0").split(":"))
-        # steps of --profile that this process will reach
         self.profiled = range(max(first, self.position.step + 1), min(last, self.last_step) + 1)
         if args.profile and not self.profiled:
             made = f"this start makes steps {self.position.step + 1} to {self.last_step}"
@@ -393,11 +389,9 @@ class Training:
         return self.is_over() or self.epoch_over or self.evaluation_due
 
     def is_over(self) -> bool:
-        """Whether the run has made its last step, by plan or by --max_steps."""
         return self.position.step >= self.last_step
 
     def last_logged(self, name: str) -> float | None:
-        """The last logged value of a metric; None if it has not been logged."""
         return self.log.last.get(name)
 
     def signalled(self) -> int:
@@ -542,7 +536,6 @@ class Training:
         du.print_main(f"done; checkpoints, curves and summary.json are in {run.folder}")
 
     def _show_figures(self) -> None:
-        """Rank 0: send new figures to TensorBoard."""
         for name, pixels in self.run.new_figures.items():
             with contextlib.suppress(OSError):
                 self.log.writer.add_image(name, pixels, self.position.step, dataformats="HWC")
@@ -613,7 +606,6 @@ class Step:
         step's loss with respect to it. A non-finite loss makes the gradients non-finite on every rank, so all ranks
         skip the step.
         """
-        # NaN if the loss is not finite
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
         if through:
             output, gradient = through[0], (through[1] * gradient).to(through[0].dtype)
@@ -637,7 +629,6 @@ class Step:
 
 
 def error_in(batch: dict) -> str:
-    """The first error message among a batch's samples, or ""."""
     return next(filter(None, batch.get("error", ())), "")
 
 
@@ -679,7 +670,6 @@ def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> 
             # stand-ins for the optimizer's two moments and DDP's buckets; the second pass adds the gradients
             held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
             try_once(size)
-            # average several passes, because other processes may disturb a single one
             begun, passes = time.perf_counter(), 0
             while not passes or time.perf_counter() - begun < 0.5:
                 try_once(size)

@@ -31,7 +31,6 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     bits = math.ceil(math.log2(max(size, 2)) / 2)
     values = positions.astype(np.uint64)
 
-    # cycle walking: repeat for values outside range(size)
     outside = np.ones(values.shape, bool)
     while outside.any():
         values[outside] = _feistel(values[outside], keys, bits)
@@ -84,7 +83,6 @@ class ImageGroups:
         """The questions at the given positions of the epoch; int64 arrays."""
         count = self.last_group[-1]
         if self.epoch != (seed, epoch):
-            # position at which each shuffled group ends
             self.ends, self.epoch = np.empty(count, np.int64), (seed, epoch)
             for begin in range(0, count, 2**20):
                 part = np.arange(begin, min(begin + 2**20, count))
