@@ -12,9 +12,7 @@ writes a small set for `--data .` in seconds.
 """
 
 import copy
-import time
 from argparse import Namespace
-from datetime import timedelta
 
 from utils.cli import Parser, add_common_arguments, launch_workers, real, run_main, whole
 
@@ -133,12 +131,12 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
     def forward(
-        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, cache=None, used: int = 0
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, cache=None, cached: int = 0
     ) -> Tensor:
         """Apply attention over earlier tokens and x, and then the MLP, to x (B, N, D).
 
         memory (B, M, D): tokens before x. mask (..., N, M + N): True where attention is allowed. cache (2, B, heads,
-        slots, D / heads): keys and values of `used` tokens before x; those of x are appended.
+        slots, D / heads): keys and values of `cached` tokens before x; those of x are appended.
         """
         normed = self.norm(x)
         source = normed if memory is None else torch.cat([self.norm(memory), normed], 1)
@@ -146,9 +144,9 @@ class Layer(nn.Module):
         halves = self.key_value(source).chunk(2, -1)
         keys, values = (half.unflatten(-1, (self.heads, -1)).transpose(1, 2) for half in halves)
         if cache is not None:
-            until = used + x.shape[1]
-            cache[0, :, :, used:until], cache[1, :, :, used:until] = keys, values
-            keys, values = cache[:, :, :, :until]
+            end = cached + x.shape[1]
+            cache[0, :, :, cached:end], cache[1, :, :, cached:end] = keys, values
+            keys, values = cache[:, :, :, :end]
         attended = F.scaled_dot_product_attention(queries, keys, values, mask)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_mlp(x))
@@ -165,11 +163,13 @@ class InContextNet(nn.Module):
         super().__init__()
         dim, heads, hidden = args.tf_n_embd, args.tf_n_head, args.tf_dim_feedforward
         self.n_transit, self.n_latent, self.heads, self.actions = args.n_transit, args.n_latent, heads, env.actions
-        places = torch.from_numpy(env.places)
-        size = int(places.max()) + 1
+        coordinates = torch.from_numpy(env.coordinates)
+        size = int(coordinates.max()) + 1
         self.shift, self.codes = args.shift, size + args.shift if args.shift or not env.is_grid else 0
-        self.register_buffer("places", places if self.codes else places.float() / (size // 2) - 1, persistent=False)
-        width = places.shape[1] * max(1, self.codes)
+        if not self.codes:
+            coordinates = coordinates.float() / (size // 2) - 1
+        self.register_buffer("coordinates", coordinates, persistent=False)
+        width = coordinates.shape[1] * max(1, self.codes)
         self.embed = nn.Sequential(nn.Linear(2 * width + env.actions + 1, dim), nn.LayerNorm(dim))
         self.embed_query = nn.Linear(width, dim) if self.codes else nn.Embedding(env.cells, dim)
         self.positions = nn.Parameter(torch.randn(args.n_transit, dim) * 0.02)
@@ -188,21 +188,21 @@ class InContextNet(nn.Module):
 
     def encode(self, cells: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         """Encode cells (B, N) as features (B, N, F): coordinates, or one-hot coordinates moved by shift (B, 2)."""
-        places = self.places[cells]
+        coordinates = self.coordinates[cells]
         if self.codes:
-            moved = places + shift[:, None, : places.shape[-1]]
-            places = F.one_hot(moved, self.codes).flatten(2)
-        return places.to(dtype)
+            moved = coordinates + shift[:, None, : coordinates.shape[-1]]
+            coordinates = F.one_hot(moved, self.codes).flatten(2)
+        return coordinates.to(dtype)
 
-    def tokens(self, cells: Tensor, rewards: Tensor, shift: Tensor, first: int = 0) -> Tensor:
+    def embed_transitions(self, cells: Tensor, rewards: Tensor, shift: Tensor, first: int = 0) -> Tensor:
         """Embed transitions, given as (cell, action, next cell) (B, N, 3) and rewards (B, N), as tokens (B, N, D)."""
-        cell, action, after = cells.long().unbind(-1)
-        before, after = (self.encode(place, shift, rewards.dtype) for place in (cell, after))
+        cell, action, next_cell = cells.long().unbind(-1)
+        state, next_state = (self.encode(each, shift, rewards.dtype) for each in (cell, next_cell))
         action = F.one_hot(action, self.actions).to(rewards.dtype)
-        embedded = self.embed(torch.cat([before, action, rewards[..., None], after], -1))
+        embedded = self.embed(torch.cat([state, action, rewards[..., None], next_state], -1))
         return embedded + self.positions[first : first + cells.shape[1]]
 
-    def queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
+    def embed_queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
         """Embed cells to act in (B, N) as queries (B, N, D), each at the position of its later transition."""
         cells = cells.long()
         embedded = self.embed_query(self.encode(cells, shift, self.positions.dtype) if self.codes else cells)
@@ -216,10 +216,10 @@ class InContextNet(nn.Module):
             x = layer(x, memory=memory)
         return self.encoder_norm(x)
 
-    def decode(self, x: Tensor, mask: Tensor | None, cache: list[Tensor] | None = None, used: int = 0) -> Tensor:
+    def decode(self, x: Tensor, mask: Tensor | None, cache: list[Tensor] | None = None, cached: int = 0) -> Tensor:
         """Run the decoder on x (B, N, D). cache: one tensor per layer, see Layer.forward."""
-        for place, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, cache=cache and cache[place], used=used)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, mask=mask, cache=cache and cache[number], cached=cached)
         return x
 
     def forward(self, batch: dict) -> Tensor:
@@ -230,34 +230,34 @@ class InContextNet(nn.Module):
         a first, second, ... block; `length` (B,): transitions in the context; `shift` (B, 2).
         """
         cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
-        parts = [self.tokens(cells[:, -1], rewards[:, -1], shift), self.queries(cells[:, -1, :, 0], shift)]
-        has_past = None
+        context = self.embed_transitions(cells[:, -1], rewards[:, -1], shift)
+        parts = [context, self.embed_queries(cells[:, -1, :, 0], shift)]
         if self.n_latent:
             # samples without a past get zero latents, which the mask hides
             latents = self._compress_blocks(cells, rewards, shift, batch["compressed"])
             latents = F.pad(latents, (0, 0, 0, 0, 0, len(cells) - len(latents)))
-            parts.insert(0, latents.to(parts[0].dtype))
-            has_past = batch["depth"] > 0
-        mask = visible(has_past, self.n_latent, batch["length"], self.n_transit)
+            parts.insert(0, latents.to(context.dtype))
+        mask = visible(batch["depth"] > 0, self.n_latent, batch["length"], self.n_transit)
         x = self.decode(torch.cat(parts, 1), mask)
         return self.head(x[:, -self.n_transit :])
 
     def _compress_blocks(self, cells: Tensor, rewards: Tensor, shift: Tensor, compressed: list[int]) -> Tensor:
         """Return the latents of the samples with blocks, which come first in the batch, and of at least one sample.
 
-        DDP needs a gradient for the encoder, even a zero one, from a rank whose samples have no blocks.
+        DDP needs a gradient for the encoder, even a zero one, from a rank whose samples have no blocks, and flash
+        attention rejects empty batches (github.com/pytorch/pytorch/issues/133780).
         """
-        first, *later = compressed or [0]
+        first, *later = compressed
         first = max(1, first)
-        latents = self.compress(None, self.tokens(cells[:first, 0], rewards[:first, 0], shift[:first]))
+        latents = self.compress(None, self.embed_transitions(cells[:first, 0], rewards[:first, 0], shift[:first]))
         for block, count in enumerate(later, start=1):
             if count:
-                tokens = self.tokens(cells[:count, block], rewards[:count, block], shift[:count])
+                tokens = self.embed_transitions(cells[:count, block], rewards[:count, block], shift[:count])
                 latents = torch.cat([self.compress(latents[:count], tokens), latents[count:]])
         return latents
 
 
-def visible(has_past: Tensor | None, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
+def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
     """Attention mask (B, 1, N, N) over [latents | context | queries]: True where a row may attend to a column.
 
     All tokens attend to the latents and themselves; context tokens and queries also attend to the earlier context.
@@ -270,10 +270,8 @@ def visible(has_past: Tensor | None, n_latent: int, length: Tensor, n_transit: i
     column = (index - n_latent) % n_transit
     row = column[:, None]
     seen = is_latent | is_context & (is_context[:, None] & (column <= row) | is_query[:, None] & (column < row))
-    real = is_context & (column < length[:, None, None])
-    if has_past is not None:
-        real = real | is_latent & has_past[:, None, None]
-    return (seen & real | (index == index[:, None]))[:, None]
+    is_real = is_context & (column < length[:, None, None]) | is_latent & has_past[:, None, None]
+    return (seen & is_real | (index == index[:, None]))[:, None]
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -309,40 +307,40 @@ class Agents:
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]
         self.latents: Tensor | None = None
-        # transitions in the context, uncached transitions, cached tokens
-        self.length = self.new = self.used = 0
+        # transitions in the context, those not in the cache yet, tokens in the cache
+        self.length = self.uncached = self.cached = 0
 
     def act(self, cells: Tensor) -> Tensor:
         """Return action logits (count, actions) for the agents' current cells (count,)."""
-        x = self.model.queries(cells[:, None], self.shift, self.length)
-        if self.new:
-            part = slice(self.length - self.new, self.length)
-            x = torch.cat([self.model.tokens(self.cells[:, part], self.rewards[:, part], self.shift, part.start), x], 1)
+        new = slice(self.length - self.uncached, self.length)
+        transitions = self.model.embed_transitions(self.cells[:, new], self.rewards[:, new], self.shift, new.start)
+        query = self.model.embed_queries(cells[:, None], self.shift, self.length)
+        x = torch.cat([transitions, query], 1)
         # the next act() overwrites the query's cache slot
-        mask = torch.ones(self.new + 1, self.used + self.new + 1, device=x.device).tril(self.used).bool()
-        out = self.model.decode(x, mask, self.cache, self.used)
-        self.used += self.new
-        self.new = 0
-        return self.model.head(out[:, -1])
+        mask = torch.ones(x.shape[1], self.cached + x.shape[1], device=x.device).tril(self.cached).bool()
+        x = self.model.decode(x, mask, self.cache, self.cached)
+        self.cached += self.uncached
+        self.uncached = 0
+        return self.model.head(x[:, -1])
 
-    def observe(self, cell: Tensor, action: Tensor, after: Tensor, reward: Tensor) -> None:
+    def observe(self, cell: Tensor, action: Tensor, next_cell: Tensor, reward: Tensor) -> None:
         """Append each agent's transition, given as (count,) tensors; compress or shorten a full context."""
-        self.cells[:, self.length] = torch.stack([cell, action, after], 1)
+        self.cells[:, self.length] = torch.stack([cell, action, next_cell], 1)
         self.rewards[:, self.length] = reward
         self.length += 1
-        self.new += 1
+        self.uncached += 1
         if self.length < self.model.n_transit:
             return
         if self.model.n_latent:
-            tokens = self.model.tokens(self.cells, self.rewards, self.shift)
+            tokens = self.model.embed_transitions(self.cells, self.rewards, self.shift)
             self.latents = self.model.compress(self.latents, tokens)
             self.model.decode(self.latents, None, self.cache)
-            self.length, self.used = 0, self.model.n_latent
+            self.length, self.cached = 0, self.model.n_latent
         else:
             # positions have changed, so the next act() encodes all of them again
             self.cells, self.rewards = self.cells.roll(-self.forget, 1), self.rewards.roll(-self.forget, 1)
-            self.length, self.used = self.length - self.forget, 0
-        self.new = self.length
+            self.length, self.cached = self.length - self.forget, 0
+        self.uncached = self.length
 
 
 @torch.no_grad()
@@ -357,32 +355,35 @@ def act_in_context(
     rank, world_size = du.world()
     device = model.positions.device
     actor = copy.deepcopy(model).double().eval()
-    follow, gain = (torch.from_numpy(np.ascontiguousarray(part[tasks])).to(device) for part in (env.next, env.reward))
-    shares = None if env.chance is None else torch.from_numpy(env.chance[tasks]).to(device)
+    next_states, rewards = (torch.from_numpy(table[tasks]).to(device) for table in (env.next, env.reward))
+    cumulative = None if env.cumulative is None else torch.from_numpy(env.cumulative[tasks]).to(device)
     returns = torch.zeros(len(tasks) * count, episodes, dtype=torch.float64)
     path = torch.full((episodes, env.horizon + 1), env.start, device=device)
     local = range(rank, len(returns), world_size)
     for first in range(0, len(local), args.test_batch_size):
         numbers = list(local[first : first + args.test_batch_size])
         row = torch.tensor(numbers, device=device) // count
-        chances = [np.random.default_rng([args.seed % 2**63, ACTING, tasks[n // count], n % count]) for n in numbers]
-        agents = Agents(actor, len(numbers), max(1, min(env.horizon, model.n_transit // 2)))
+        rngs = [np.random.default_rng([args.seed % 2**63, ACTING, tasks[n // count], n % count]) for n in numbers]
+        agents = Agents(actor, len(numbers), min(env.horizon, model.n_transit // 2))
         for episode in range(episodes):
             run.heartbeat(f"episode {episode + 1} of an evaluation at step {run.position.step}")
             # Gumbel noise: argmax(logits + noise) is a sample from softmax(logits / temperature)
-            uniform = np.stack([chance.random((env.horizon, env.actions)) for chance in chances], 1)
+            uniform = np.stack([rng.random((env.horizon, env.actions)) for rng in rngs], 1)
             noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
             noise = args.temperature * torch.from_numpy(noise).to(device)
-            if shares is not None:
-                luck = np.stack([chance.random(env.horizon) for chance in chances], 1)
-                luck = torch.from_numpy(luck).to(device)
+            if cumulative is not None:
+                outcome_draw = torch.from_numpy(np.stack([rng.random(env.horizon) for rng in rngs], 1)).to(device)
             state, total = torch.full_like(row, env.start), torch.zeros_like(row, dtype=torch.float64)
             for t in range(env.horizon):
-                action = (agents.act(state % env.cells) + noise[t]).argmax(-1)
-                outcome = 0 if shares is None else (luck[t, :, None] >= shares[row, state, action]).sum(1)
-                after, reward = (part[row, state, action, outcome] for part in (follow, gain))
-                agents.observe(state % env.cells, action, after % env.cells, reward)
-                total, state = total + reward, after
+                cell = state % env.cells
+                action = (agents.act(cell) + noise[t]).argmax(-1)
+                outcome = 0
+                if cumulative is not None:
+                    outcome = (outcome_draw[t, :, None] >= cumulative[row, state, action]).sum(1)
+                reward = rewards[row, state, action, outcome]
+                state = next_states[row, state, action, outcome]
+                agents.observe(cell, action, state % env.cells, reward)
+                total = total + reward
                 if first == 0:
                     path[episode, t + 1] = state[0]
             returns[numbers, episode] = total.cpu()
@@ -393,12 +394,12 @@ def act_in_context(
 
 
 @torch.no_grad()
-def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, precision: str, args: Namespace) -> dict:
+def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, precision: str, batch_size: int) -> dict:
     """All ranks: {"loss", "accuracy"} of the predicted actions in `segments`, the same on every rank."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
     # collate_fn=dict: the data set returns collated batches
-    loader = du.create_distributed_dataloader(segments, args.test_batch_size, train=False, collate_fn=dict)
+    loader = du.create_distributed_dataloader(segments, batch_size, train=False, collate_fn=dict)
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
@@ -408,40 +409,39 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
     return {"loss": loss / count, "accuracy": right / count}
 
 
-def evaluate(
-    model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace, test: bool
-) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
-    """All ranks: measure loss, accuracy and returns on each split. test: use the test's numbers of agents and episodes.
-
-    Return ({"split/metric": value}, the last split's returns (tasks, agents, episodes), the first agent's states).
-    """
-    env = next(iter(splits.values())).histories.env
-    tasks = {split: segments.tasks.tolist() for split, segments in splits.items()}
-    count = args.eval_seeds if test else VAL_AGENTS
-    episodes = args.eval_episodes if test else args.val_episodes
-    returns, path = act_in_context(model, env, sum(tasks.values(), []), count, episodes, run, args)
-    parts = np.split(returns, np.cumsum([len(part) for part in tasks.values()])[:-1])
+def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace) -> dict:
+    """All ranks: return {"split/metric": value} for loss, accuracy and returns on each split, during training."""
+    env = splits["val"].histories.env
+    tasks = [task for segments in splits.values() for task in segments.tasks.tolist()]
+    returns, _ = act_in_context(model, env, tasks, VAL_AGENTS, args.val_episodes, run, args)
     metrics = {}
-    for (split, segments), part in zip(splits.items(), parts, strict=True):
-        found = action_accuracy(model, segments, run, precision, args)
-        found |= report.return_metrics(part, env, tasks[split])
-        metrics |= {f"{split}/{name}": value for name, value in found.items()}
-    return metrics, parts[-1], path
+    # the splits have equally many tasks
+    for (split, segments), part in zip(splits.items(), np.split(returns, len(splits)), strict=True):
+        measured = action_accuracy(model, segments, run, precision, args.test_batch_size)
+        measured |= report.return_metrics(part, env, segments.tasks.tolist())
+        metrics |= {f"{split}/{name}": value for name, value in measured.items()}
+    return metrics
 
 
-def test(model: InContextNet, unseen: SegmentDataset, rival: dict, run: Run, precision: str, args: Namespace) -> dict:
+def test(
+    model: InContextNet, unseen: SegmentDataset, baseline_run: dict, run: Run, precision: str, args: Namespace
+) -> dict:
     """All ranks: test on the unseen tasks, print the table, save the figure, and return {metric: value}.
 
-    rival: return curves of baseline runs.
+    baseline_run: return curve of --rival_run, or {}.
     """
-    metrics, *acted = evaluate(model, {"test": unseen}, run, precision, args, test=True)
-    found, name = {}, "eval_test" if args.eval_only else "test"
+    env, tasks = unseen.histories.env, unseen.tasks.tolist()
+    returns, path = act_in_context(model, env, tasks, args.eval_seeds, args.eval_episodes, run, args)
+    measured = action_accuracy(model, unseen, run, precision, args.test_batch_size)
+    measured |= report.return_metrics(returns, env, tasks)
+    metrics = {f"test/{name}": value for name, value in measured.items()}
+    table, name = {}, "eval_test" if args.eval_only else "test"
     with du.agree_on_errors():
         if run.ranks.is_main:
             csv = run.folder / f"{name}_returns.csv"
-            found, figure = report.report_test(metrics, *acted, unseen, csv, rival, args)
+            table, figure = report.report_test(metrics, returns, path, unseen, csv, baseline_run, args)
             run.figure(name, figure)
-    return metrics | du.broadcast_object(found)
+    return metrics | du.broadcast_object(table)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -463,9 +463,9 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
     """Return `size` synthetic segments with full contexts and `depth` blocks to compress."""
     depth = depth if model.n_latent else 0
-    shape, whole = (size, depth + 1, model.n_transit), torch.zeros(size, dtype=torch.long)
-    batch = {"cells": torch.zeros(*shape, 3, dtype=torch.int16), "rewards": torch.zeros(shape), "depth": whole + depth}
-    batch |= {"length": whole + model.n_transit, "action": torch.zeros(size, model.n_transit, dtype=torch.long)}
+    shape, zeros = (size, depth + 1, model.n_transit), torch.zeros(size, dtype=torch.long)
+    batch = {"cells": torch.zeros(*shape, 3, dtype=torch.int16), "rewards": torch.zeros(shape), "depth": zeros + depth}
+    batch |= {"length": zeros + model.n_transit, "action": torch.zeros(size, model.n_transit, dtype=torch.long)}
     return batch | {"shift": torch.zeros(size, 2, dtype=torch.long), "compressed": [size] * depth}
 
 
@@ -474,19 +474,6 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
     device = next(model.parameters()).device
     precision, _ = choose_precision(args.mixed_precision, device)
     action_losses(model, du.to_device(batch, device), precision)[0].mean().backward()
-
-
-def say_how_long(model: InContextNet, depth: int, samples: float, args: Namespace) -> str:
-    """Estimate the time to train on `samples` samples from a timed batch of four; above a day, suggest the demo."""
-    # the first pass is a warm-up
-    for _ in range(2):
-        begun = time.perf_counter()
-        trial_step(model, largest_batch(model, 4, depth), args)
-    seconds = (time.perf_counter() - begun) / 4
-    model.zero_grad()
-    seconds *= samples
-    trial = "; a trial of minutes: python train.py --config configs/compressed_ad_demo.yaml"
-    return f"about {timedelta(seconds=round(seconds))} on this CPU{trial if seconds > 86400 else ''}"
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
@@ -513,18 +500,18 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         # without --env, the file determines the environment
         args = with_flags(args, env=histories.env.name)
         train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
-        rival = report.read_rival(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}
+        baseline_run = report.read_baseline_run(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}
         segments = SegmentDataset(histories, train_tasks, args, train=True)
         if args.n_latent and not segments.max_depth:
-            few = f"--n_transit {args.n_transit}: with histories of {histories.steps} steps nothing would be compressed"
-            raise InputError(f"{few} in training; halve it, or take --model ad")
+            reason = f"with histories of {histories.steps} steps nothing would be compressed in training"
+            raise InputError(f"--n_transit {args.n_transit}: {reason}; halve it, or take --model ad")
     # val: training tasks whose loss selects best.pt; unseen: the test tasks, monitored only
     splits = {"val": train_tasks[: len(unseen_tasks)], "unseen": unseen_tasks}
     splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
     model = build_model(args, precision, ranks.device, histories.env)
     if args.eval_only:
         checkpoint.load_trained(model, run.checkpoint["model"])
-        results = test(model, splits["unseen"], rival, run, precision, args)
+        results = test(model, splits["unseen"], baseline_run, run, precision, args)
         run.write_summary("eval_test", results | {"step": run.position.step})
         return 0
 
@@ -543,12 +530,17 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         collate_fn=dict,
     )
     base_lr = du.scale_learning_rate(args.learning_rate, batch.lr_factor, args.lr_scaling)
-    banner = {"precision": described} | report.describe(histories, segments, splits["unseen"], model, args)
-    if ranks.device.type == "cpu":
-        left = min(args.max_steps or args.train_timesteps, args.train_timesteps) - run.position.step
-        banner["time"] = say_how_long(
-            model, segments.max_depth, left * batch.global_batch_size / ranks.world_size, args
-        )
+    size = sum(parameter.numel() for parameter in model.parameters())
+    longest = f"the longest has {histories.longest}; {histories.repaired} next states at episode ends were corrected"
+    tasks = f"{len(train_tasks)} tasks, {len(unseen_tasks)} unseen by split {args.split_seed}"
+    context = f"{segments.max_depth} compressed blocks and a context; {args.from_start:.0%} from a history's start"
+    banner = {
+        "precision": described,
+        "model": f"{args.model}, {size} parameters, context {args.n_transit}, {args.n_latent} latents",
+        "objective": args.objective,
+        "histories": f"{histories.streams} of {histories.steps} steps ({longest}) for each of {tasks}",
+        "segments": f"{len(segments)} per epoch, of at most {context}",
+    }
     plan = Plan(batch, args.train_timesteps, ["loss", "accuracy"], {"digest": histories.digest}, banner)
     engine = make_engine(model, make_optimizer(model, args), precision, args, ranks.device, saved=run.checkpoint)
 
@@ -560,11 +552,10 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             model.train()
             for step in training.steps(loader, count):
                 # weight of one action in the step's mean
-                share = 1 / step.totals[0]
+                weight = 1 / step.totals[0]
                 for micro_batch in step.micro_batches():
-                    step.backward(
-                        *(part.sum() * share for part in action_losses(engine.wrapped, micro_batch, precision))
-                    )
+                    losses, right = action_losses(engine.wrapped, micro_batch, precision)
+                    step.backward(losses.sum() * weight, right.sum() * weight)
                 step.update(
                     base_lr * du.schedule(run.position.step, args.train_timesteps, args.num_warmup_steps, "cosine")
                 )
@@ -572,10 +563,10 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
                 return training.save_and_stop()
             # the end of an epoch alone does not trigger an evaluation
             due = training.evaluation_due or training.is_over()
-            metrics = evaluate(model, splits, run, precision, args, test=False)[0] if due else {}
+            metrics = evaluate(model, splits, run, precision, args) if due else {}
             training.record(metrics, headline="val/loss", lower=True)
         training.load_best()
-        training.finish(test(model, splits["unseen"], rival, run, precision, args))
+        training.finish(test(model, splits["unseen"], baseline_run, run, precision, args))
     return 0
 
 

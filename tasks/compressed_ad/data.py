@@ -7,7 +7,6 @@ Group k holds the learning histories of task k from their first step on. The fil
 environment in the syntax of --env. The published files lack it; then --env decides, with Darkroom as the default.
 """
 
-import functools
 import hashlib
 import random
 from pathlib import Path
@@ -30,22 +29,22 @@ EVAL_STREAMS = 20
 class Env(NamedTuple):
     """Transition tables of a family of tasks; an agent in state s observes only the cell s % cells.
 
-    places (cells, D): coordinates of each cell in history files. next, reward (tasks, states, actions, outcomes).
-    chance: cumulative probabilities of the outcomes, or None if there is a single outcome. An episode has `horizon`
+    coordinates (cells, D): where each cell is, as in history files. next, reward (tasks, states, actions, outcomes).
+    cumulative: cumulative probabilities of the outcomes, or None if there is a single outcome. An episode has `horizon`
     steps from state `start`; an agent that reaches a terminal state earlier stays there without reward.
     """
 
     name: str
-    places: np.ndarray
+    coordinates: np.ndarray
     start: int
     horizon: int
     next: np.ndarray
     reward: np.ndarray
-    chance: np.ndarray | None = None
+    cumulative: np.ndarray | None = None
 
     @property
     def cells(self) -> int:
-        return len(self.places)
+        return len(self.coordinates)
 
     @property
     def tasks(self) -> int:
@@ -57,26 +56,26 @@ class Env(NamedTuple):
 
     @property
     def is_grid(self) -> bool:
-        return self.places.shape[1] == 2
+        return self.coordinates.shape[1] == 2
 
     def only(self, task: int) -> "Env":
         """Return the environment with this task alone, as task 0."""
-        chance = None if self.chance is None else self.chance[task : task + 1]
-        return self._replace(next=self.next[task : task + 1], reward=self.reward[task : task + 1], chance=chance)
+        cumulative = None if self.cumulative is None else self.cumulative[[task]]
+        return self._replace(next=self.next[[task]], reward=self.reward[[task]], cumulative=cumulative)
 
     def step(self, task, state, action, rng=None) -> tuple[np.ndarray, np.ndarray]:
         """Return (next state, reward) of each agent. rng: required if outcomes are random."""
         outcome = 0
-        if self.chance is not None:
-            outcome = (rng.random((len(state), 1)) >= self.chance[task, state, action]).sum(1)
+        if self.cumulative is not None:
+            outcome = (rng.random((len(state), 1)) >= self.cumulative[task, state, action]).sum(1)
         return self.next[task, state, action, outcome], self.reward[task, state, action, outcome]
 
     def _expected(self, values: np.ndarray) -> np.ndarray:
         """Expected reward plus value of the next state (tasks, states, actions). values: (tasks, states)."""
-        following = self.reward + values[np.arange(len(values))[:, None, None, None], self.next]
-        if self.chance is None:
-            return following[..., 0]
-        return (following * np.diff(self.chance, axis=-1, prepend=0)).sum(-1)
+        outcomes = self.reward + values[np.arange(len(values))[:, None, None, None], self.next]
+        if self.cumulative is None:
+            return outcomes[..., 0]
+        return (outcomes * np.diff(self.cumulative, axis=-1, prepend=0)).sum(-1)
 
     def value(self, choose) -> np.ndarray:
         """Exact expected return of an episode (tasks,). choose: np.max for the optimum, np.mean for random actions."""
@@ -96,36 +95,36 @@ class Env(NamedTuple):
 
 def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates (cells, 2) of a square room and next cells (cells, 5) for +i, -i, +j, -j, stay; walls block moves."""
-    places = np.stack(np.divmod(np.arange(size * size), size), -1)
-    after = np.clip(places[:, None] + [(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)], 0, size - 1)
-    return places, after @ (size, 1)
+    coordinates = np.stack(np.divmod(np.arange(size * size), size), -1)
+    moved = np.clip(coordinates[:, None] + [(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)], 0, size - 1)
+    return coordinates, moved @ (size, 1)
 
 
 def darkroom(size: int) -> Env:
     """Room with a hidden goal, cell k in task k, that rewards each step ending on it. The published room has size 9."""
-    places, after = grid_moves(size)
+    coordinates, next_cell = grid_moves(size)
     cells = size * size
-    following = np.broadcast_to(after[None, ..., None], (cells, cells, 5, 1))
-    reward = (following == np.arange(cells)[:, None, None, None]).astype(np.float32)
-    return Env(f"darkroom:{size}", places, size // 2 * (size + 1), 2 * size + 2, following, reward)
+    next_state = np.broadcast_to(next_cell[None, ..., None], (cells, cells, 5, 1))
+    reward = (next_state == np.arange(cells)[:, None, None, None]).astype(np.float32)
+    return Env(f"darkroom:{size}", coordinates, size // 2 * (size + 1), 2 * size + 2, next_state, reward)
 
 
-def key_to_door(size: int, tasks: int = 200) -> Env:
-    """Room with a hidden key and then a hidden door, each rewarded once with 1.
+def key_to_door(size: int) -> Env:
+    """Room with a hidden key and then a hidden door, each rewarded once with 1; at most 200 tasks.
 
     States: cell without the key, cell + cells with the key, cell + 2 * cells after the door.
     """
-    places, after = grid_moves(size)
+    coordinates, next_cell = grid_moves(size)
     cells = size * size
-    pairs = np.random.default_rng(0).permutation(cells * cells)[:tasks]
+    pairs = np.random.default_rng(0).permutation(cells * cells)[:200]
     key, door = (half[:, None, None] for half in np.divmod(pairs, cells))
-    with_key = np.where(after == key, after + cells, after)
-    with_door = np.where(after == door, after + 2 * cells, after + cells)
-    done = np.broadcast_to(after + 2 * cells, with_key.shape)
-    following = np.concatenate([with_key, with_door, done], 1)[..., None]
-    before = np.arange(3 * cells)[:, None, None]
-    reward = (following // cells > before // cells).astype(np.float32)
-    return Env(f"key_to_door:{size}", places, size // 2 * (size + 1), 50, following, reward)
+    with_key = np.where(next_cell == key, next_cell + cells, next_cell)
+    with_door = np.where(next_cell == door, next_cell + 2 * cells, next_cell + cells)
+    done = np.broadcast_to(next_cell + 2 * cells, with_key.shape)
+    next_state = np.concatenate([with_key, with_door, done], 1)[..., None]
+    state = np.arange(3 * cells)[:, None, None]
+    reward = (next_state // cells > state // cells).astype(np.float32)
+    return Env(f"key_to_door:{size}", coordinates, size // 2 * (size + 1), 50, next_state, reward)
 
 
 def gymnasium_env(name: str) -> Env:
@@ -151,21 +150,21 @@ def gymnasium_env(name: str) -> Env:
         [(found + outcomes * [(0, *found[-1][1:])])[:outcomes] for found in table[state].values()]
         for state in range(states)
     ]
-    chance, following, reward, is_end = np.moveaxis(np.array(rows, float), -1, 0)
-    following = following.astype(int)
-    over = np.unique(following[is_end > 0])
-    following[over], reward[over] = over[:, None, None], 0
+    probability, next_state, reward, is_end = np.moveaxis(np.array(rows, float), -1, 0)
+    next_state = next_state.astype(int)
+    terminal = np.unique(next_state[is_end > 0])
+    next_state[terminal], reward[terminal] = terminal[:, None, None], 0
     # one random order of the actions per task, at most 120 tasks
     rng = np.random.default_rng(0)
     orders = np.unique(rng.permuted(np.tile(np.arange(actions), (6000, 1)), axis=1), axis=0)
     order = rng.permutation(orders)[:120]
-    following, reward, chance = (part[:, order].swapaxes(0, 1) for part in (following, reward, chance.cumsum(-1)))
+    tables = next_state, reward, probability.cumsum(-1)
+    next_state, reward, cumulative = (table[:, order].swapaxes(0, 1) for table in tables)
     horizon = min(env.spec.max_episode_steps or 50, 2 * states)
-    places = np.arange(states)[:, None]
-    return Env(f"gym:{name}", places, start, horizon, following, reward, chance if outcomes > 1 else None)
+    coordinates = np.arange(states)[:, None]
+    return Env(f"gym:{name}", coordinates, start, horizon, next_state, reward, cumulative if outcomes > 1 else None)
 
 
-@functools.cache
 def make_env(spec: str) -> Env:
     """Build the environment that --env names. Raises InputError."""
     kind, _, rest = spec.partition(":")
@@ -200,18 +199,18 @@ def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: N
     state = np.full(len(task), env.start)
     for t in range(steps):
         action = choose(t, state)
-        after, reward = env.step(task, state, action, rng)
-        for part, value in zip(parts, (state, action, after, reward), strict=True):
+        next_state, reward = env.step(task, state, action, rng)
+        for part, value in zip(parts, (state, action, next_state, reward), strict=True):
             part[t] = value
-        learn(t, state, action, after, reward)
-        state = np.full(len(task), env.start) if (t + 1) % env.horizon == 0 else after
+        learn(t, state, action, next_state, reward)
+        state = np.full(len(task), env.start) if (t + 1) % env.horizon == 0 else next_state
     return parts
 
 
 def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
     """Mean return over agents in each episode. rewards (steps, agents): an incomplete last episode is dropped."""
-    whole = rewards[: len(rewards) // env.horizon * env.horizon]
-    return whole.reshape(-1, env.horizon, rewards.shape[1]).sum(1, dtype=float).mean(1)
+    complete = rewards[: len(rewards) // env.horizon * env.horizon]
+    return complete.reshape(-1, env.horizon, rewards.shape[1]).sum(1, dtype=float).mean(1)
 
 
 class Search:
@@ -225,30 +224,31 @@ class Search:
     def __init__(self, env: Env, task: np.ndarray, rng=None):
         if not env.is_grid:
             raise InputError(f"search: {env.name} is no room, whose map one could know; take another")
-        self.env, self.task, self.n = env, task, np.arange(len(task))
+        self.env, self.task, self.agent = env, task, np.arange(len(task))
         phases = env.next.shape[1] // env.cells
         self.seen = np.zeros((len(task), phases, env.cells), bool)
         self.found = np.zeros((len(task), phases), bool)
         self.best = env.best_actions().argmax(-1)
-        self.follow = env.next[:, : env.cells, :, 0] % env.cells
+        self.next_cell = env.next[:, : env.cells, :, 0] % env.cells
         # shortest paths between all pairs of cells, in steps
-        self.far = np.where(np.eye(env.cells, dtype=bool), 0, env.cells)
+        self.distance = np.where(np.eye(env.cells, dtype=bool), 0, env.cells)
         for _ in range(env.cells):
-            self.far = np.minimum(self.far, self.far[self.follow[0]].min(1) + 1)
+            self.distance = np.minimum(self.distance, self.distance[self.next_cell[0]].min(1) + 1)
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
         phase, cell = np.divmod(state, self.env.cells)
         action = self.best[self.task, state]
-        lost = np.flatnonzero(~self.found[self.n, phase] & ~self.seen[self.n, phase].all(1))
-        unseen = ~self.seen[lost, phase[lost]]
-        away = np.where(unseen[:, None], self.far[self.follow[self.task[lost], cell[lost]]], self.env.cells + 1)
-        action[lost] = away.min(-1).argmin(-1)
+        searching = np.flatnonzero(~self.found[self.agent, phase] & ~self.seen[self.agent, phase].all(1))
+        unseen = ~self.seen[searching, phase[searching]]
+        next_cell = self.next_cell[self.task[searching], cell[searching]]
+        distance = np.where(unseen[:, None], self.distance[next_cell], self.env.cells + 1)
+        action[searching] = distance.min(-1).argmin(-1)
         return action
 
-    def learn(self, _, state: np.ndarray, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
-        self.found[self.n, state // self.env.cells] |= reward > 0
-        for phase in (state // self.env.cells, after // self.env.cells):
-            self.seen[self.n, phase, after % self.env.cells] = True
+    def learn(self, _, state: np.ndarray, action: np.ndarray, next_state: np.ndarray, reward: np.ndarray) -> None:
+        self.found[self.agent, state // self.env.cells] |= reward > 0
+        for phase in (state // self.env.cells, next_state // self.env.cells):
+            self.seen[self.agent, phase, next_state % self.env.cells] = True
 
 
 # --- histories --------------------------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ class Histories:
 
     def __init__(self, path: str, env: str | None, objective: str, seed: int):
         """objective: which actions to predict, see find_targets. Raises InputError if the file is invalid."""
-        self.path = find_file(path)
-        self.env, groups = read_file(self.path, env)
+        file = find_file(path)
+        self.env, groups = read_file(file, env)
         shapes = np.array([group["actions"].shape for group in groups])
         # cut all tasks to the fewest steps and streams of any task
         self.steps, self.streams = shapes.min(0).tolist()
@@ -274,116 +274,107 @@ class Histories:
         self.repaired, self.curves = 0, []
         rng = np.random.default_rng([seed % 2**63, 6])
         for task, group in enumerate(groups):
-            states, after, repaired = replay(self.path, task, group, self.env)
-            self.repaired += repaired
-            parts = states, after, group["actions"], group["rewards"]
-            states, after, actions, rewards = (part[: self.steps, : self.streams] for part in parts)
-            target = find_targets(objective, self.env, task, states, actions, after, rewards, rng)
-            words = np.stack([states % self.env.cells, actions, after % self.env.cells, target], -1)
+            self.repaired += replay(file, task, group, self.env)
+            states, next_states, actions, rewards = (group[name][: self.steps, : self.streams] for name in FIELDS[:4])
+            targets = find_targets(objective, self.env, task, states, actions, next_states, rewards, rng)
+            words = np.stack([states % self.env.cells, actions, next_states % self.env.cells, targets], -1)
             self.words[task], self.rewards[task] = words.swapaxes(0, 1), rewards.T
             self.curves.append(learning_curve(rewards, self.env))
         self.digest = hashlib.sha256(self.words.tobytes() + self.rewards.tobytes()).hexdigest()[:12]
 
-    def take(self, tasks: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return words (B, ..., 4) and rewards (B, ...) of B histories at `steps` (B, ...)."""
-        index = (steps.T + (tasks * self.streams + streams) * self.steps).T
-        # one int64 gather fetches the four int16 words of a step
-        words = np.take(self.words.view(np.int64).ravel(), index)[..., None].view(np.int16)
-        return words, np.take(self.rewards.ravel(), index)
-
 
 def find_file(path: str) -> Path:
     """Find the HDF5 file for --data. Raises InputError with advice if there is none."""
-    place = Path(path)
-    if place.is_dir():
-        found = sorted(file for sub in (place, place / "datasets") for file in sub.glob("*.h*5"))
+    file = Path(path)
+    if file.is_dir():
+        found = sorted(each for folder in (file, file / "datasets") for each in folder.glob("*.h*5"))
         if len(found) != 1:
             raise InputError(f"{path}: holds {len(found)} .hdf5 files, also in datasets/; name one with --data")
-        place = found[0]
-    if not place.is_file():
-        beside = ", ".join(sorted(file.name for file in place.parent.glob("*.h*5"))[:3])
+        file = found[0]
+    if not file.is_file():
+        beside = ", ".join(sorted(each.name for each in file.parent.glob("*.h*5"))[:3])
         raise InputError(
-            f"{place}: no such file; "
+            f"{file}: no such file; "
             + (f"beside it lies {beside}; " if beside else "")
             + "give --data. No histories yet? `make demo TASK=compressed_ad` makes some and trains; "
             "`python -m tools.sample_data compressed_ad data` only makes them, for --data data"
         )
-    return place
+    return file
 
 
-def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
-    """Read the environment and the arrays of each group. Raises InputError."""
+def read_file(path: Path, wanted: str | None) -> tuple[Env, list[dict]]:
+    """Read the environment and the arrays of each group. wanted: the value of --env. Raises InputError."""
     import h5py
 
     try:
         with h5py.File(path) as file:
-            own = file.attrs.get("env", env or "darkroom")
-            own = own.decode() if isinstance(own, bytes) else str(own)
+            spec = str(file.attrs.get("env", wanted or "darkroom"))
             groups = [{name: read_array(file, f"{task}/{name}") for name in FIELDS} for task in range(len(file))]
     except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError) as error:
         reason = f"{first_line(error)}; it needs groups '0', '1' ... with {', '.join(FIELDS)}"
         raise InputError(f"{path}: not readable histories: {reason}") from None
-    world = make_env(own)
-    if env and make_env(env).name != world.name:
-        raise InputError(f"--env {env}: the histories in {path} are of {own}")
-    if len(groups) != world.tasks:
-        raise InputError(f"{path}: {len(groups)} groups; {own} has {world.tasks} tasks; --env says another")
+    env = make_env(spec)
+    if wanted and make_env(wanted).name != env.name:
+        raise InputError(f"--env {wanted}: the histories in {path} are of {spec}")
+    if len(groups) != env.tasks:
+        raise InputError(f"{path}: {len(groups)} groups; {spec} has {env.tasks} tasks; --env says another")
     for task, group in enumerate(groups):
         shape = group["rewards"].shape
         for name, array in group.items():
-            expected = shape + (world.places.shape[1:] if "states" in name else ())
-            if len(shape) != 2 or array.shape != expected or 0 in shape or array.dtype.kind not in "biuf":
+            expected = shape + (env.coordinates.shape[1:] if "states" in name else ())
+            if len(shape) != 2 or array.shape != expected or 0 in shape:
                 raise InputError(f"{path}: group '{task}': {name} is {array.dtype} {array.shape}; expected {expected}")
-        if shape[0] < world.horizon:
-            raise InputError(f"{path}: group '{task}': {shape[0]} steps, less than an episode of {world.horizon}")
-    return world, groups
+        if shape[0] < env.horizon:
+            raise InputError(f"{path}: group '{task}': {shape[0]} steps, less than an episode of {env.horizon}")
+    return env, groups
 
 
 def read_array(file, name: str) -> np.ndarray:
     """Read a numeric data set of an open HDF5 file. Raises ValueError if its values are stored in another file."""
-    import h5py
-
     data = file[name]
-    is_here = isinstance(data, h5py.Dataset) and data.file.filename == file.filename
-    if not is_here or data.is_virtual or data.external or data.dtype.kind not in "biuf":
+    is_elsewhere = data.file.filename != file.filename or data.is_virtual or data.external
+    if is_elsewhere or data.dtype.kind not in "biuf":
         raise ValueError(f"{name} is no array of numbers in this file")
     return np.array(data)
 
 
-def replay(path: Path, task: int, group: dict, env: Env) -> tuple[np.ndarray, np.ndarray, int]:
-    """Check every step of a task's histories; return states and next states (T, streams) and the number of repairs.
+def replay(path: Path, task: int, group: dict, env: Env) -> int:
+    """Check every step of a task's histories, replace coordinates by states (T, streams), and return the repairs.
 
     Some sources log the start of the next episode as an episode's last next state; this is repaired. Raises InputError
     with group, step and stream.
     """
-    corner = env.places.max(0) + 1
+    limits = env.coordinates.max(0) + 1
     is_last = (np.arange(len(group["actions"])) % env.horizon == env.horizon - 1)[:, None]
     wrong = {"dones must be True at each episode's end alone": group["dones"].astype(bool) != is_last}
-    for name, limit in (("states", corner), ("next_states", corner), ("actions", env.actions)):
+    for name, limit in (("states", limits), ("next_states", limits), ("actions", env.actions)):
         array = group[name]
         # NaN fails too
         good = (array == np.floor(array)) & (array >= 0) & (array < limit)
         wrong[f"{name} must be whole numbers from 0 and below {limit}"] = ~(good.all(-1) if good.ndim > 2 else good)
     fail_at_first(path, task, wrong)
-    places = (group[name].astype(np.int64) for name in ("states", "next_states"))
-    cells, following = (np.ravel_multi_index(place.T, corner).T for place in places)
-    actions = group["actions"] = group["actions"].astype(np.int64)
+    cells, next_cells = (
+        np.ravel_multi_index(group[name].astype(np.int64).T, limits).T for name in ("states", "next_states")
+    )
+    actions = group["actions"].astype(np.int64)
 
-    states, after = cells.copy(), following.copy()
-    expected = np.full(cells.shape[1], env.start)
+    states, next_states = np.empty_like(cells), next_cells.copy()
+    state = np.full(cells.shape[1], env.start)
     for t in range(len(cells)):
-        states[t] = expected
-        if env.chance is None:
-            after[t] = env.next[task, expected, actions[t], 0]
-        expected = np.full_like(expected, env.start) if is_last[t] else after[t]
-    resets = is_last & (following != after % env.cells) & (following == env.start)
+        states[t] = state
+        if env.cumulative is None:
+            next_states[t] = env.next[task, state, actions[t], 0]
+        state = np.full_like(state, env.start) if is_last[t] else next_states[t]
+    resets = is_last & (next_cells != next_states % env.cells) & (next_cells == env.start)
     wrong = {"states is not where the step before led, or the start of an episode": states % env.cells != cells}
-    led, gain = (part[task, states, actions] for part in (env.next, env.reward))
-    leads = led == after[..., None]
-    wrong["next_states is not where the action leads"] = ((after % env.cells != following) & ~resets) | ~leads.any(-1)
-    wrong["rewards is not what the task gives"] = ~(leads & (gain == group["rewards"][..., None])).any(-1)
+    possible = env.next[task, states, actions] == next_states[..., None]
+    right_cell = next_states % env.cells == next_cells
+    wrong["next_states is not where the action leads"] = ~(right_cell | resets) | ~possible.any(-1)
+    right_reward = env.reward[task, states, actions] == group["rewards"][..., None]
+    wrong["rewards is not what the task gives"] = ~(possible & right_reward).any(-1)
     fail_at_first(path, task, wrong)
-    return states, after, int(resets.sum())
+    group |= {"states": states, "next_states": next_states, "actions": actions}
+    return int(resets.sum())
 
 
 def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
@@ -394,7 +385,7 @@ def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
             raise InputError(f"{path}: group '{task}', step {step}, stream {stream}: {reason}; correct it")
 
 
-def find_targets(objective: str, env: Env, task: int, states, actions, after, rewards, rng) -> np.ndarray:
+def find_targets(objective: str, env: Env, task: int, states, actions, next_states, rewards, rng) -> np.ndarray:
     """Return the actions to predict (T, streams).
 
     ad: the actions in the history. dpt: optimal actions, ties broken at random (Lee et al. 2023). search: the actions
@@ -407,7 +398,7 @@ def find_targets(objective: str, env: Env, task: int, states, actions, after, re
         return (env.best_actions()[0][states] * rng.random((*states.shape, env.actions))).argmax(-1)
     searcher = Search(env, np.zeros(states.shape[1], int))
     targets = np.empty_like(actions)
-    for t, step in enumerate(zip(states, actions, after, rewards, strict=True)):
+    for t, step in enumerate(zip(states, actions, next_states, rewards, strict=True)):
         targets[t] = searcher.choose(t, states[t])
         searcher.learn(t, *step)
     return targets
@@ -442,26 +433,27 @@ class SegmentDataset(Dataset):
         wanted = args.max_compression_depth if args.n_latent else 0
         self.max_depth = min(wanted, (histories.steps - 1) // self.n_transit)
         self.streams = histories.streams if train else min(EVAL_STREAMS, histories.streams)
-        self.pieces = max(1, histories.steps // self.n_transit) if train else self.max_depth + 1
+        self.segments_per_history = histories.steps // self.n_transit if train else self.max_depth + 1
 
     def __len__(self) -> int:
-        return len(self.tasks) * self.streams * self.pieces
+        return len(self.tasks) * self.streams * self.segments_per_history
 
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
         """Return (history, depth, end, shift) of samples. end: step after the last transition of the context."""
         if self.train:
-            history = samples // self.pieces
-            deep, share, which, *moved = (hashed(self.seed, epoch, samples, draw) for draw in range(5))
-            depth = (deep * (self.max_depth + 1)).astype(np.int64)
-            shift = (np.stack(moved, 1) * (self.shift + 1)).astype(np.int64)
+            history = samples // self.segments_per_history
+            draws = [hashed(self.seed, epoch, samples, draw) for draw in range(5)]
+            depth_draw, end_draw, start_draw, *shift_draws = draws
+            depth = (depth_draw * (self.max_depth + 1)).astype(np.int64)
+            shift = (np.stack(shift_draws, 1) * (self.shift + 1)).astype(np.int64)
         else:
             number, history = np.divmod(samples, len(self.tasks) * self.streams)
-            depth, share, which = self.max_depth - number, history * 0.618034 % 1, history * 0.381966 % 1
+            depth, end_draw, start_draw = self.max_depth - number, history * 0.618034 % 1, history * 0.381966 % 1
             shift = np.full((len(samples), 2), self.shift // 2)
-        least = depth * self.n_transit + 1
-        end = least + (share * (self.histories.steps + 1 - least)).astype(np.int64)
-        whole = np.minimum((depth + 1) * self.n_transit, self.histories.steps)
-        end = np.where(which < self.from_start, whole, end)
+        first_end = depth * self.n_transit + 1
+        end = first_end + (end_draw * (self.histories.steps + 1 - first_end)).astype(np.int64)
+        full_end = np.minimum((depth + 1) * self.n_transit, self.histories.steps)
+        end = np.where(start_draw < self.from_start, full_end, end)
         return history, depth, end, shift
 
     def __getitems__(self, samples: list[int]) -> dict:
@@ -471,22 +463,22 @@ class SegmentDataset(Dataset):
         history, depth, end, shift = self.draw(index, getattr(samples[0], "epoch", 0))
         order = np.argsort(-depth, kind="stable")
         index, history, depth, end, shift = (part[order] for part in (index, history, depth, end, shift))
-        blocks = np.arange(self.max_depth)
         length = np.minimum(self.n_transit, end - depth * self.n_transit)
-        begin = np.empty((len(end), self.max_depth + 1), np.int64)
-        begin[:, -1] = end - length
-        begin[:, :-1] = blocks * self.n_transit + (end - length - depth * self.n_transit)[:, None]
+        # columns: blocks 0, 1, ... of the segment, then the context, which follows block depth - 1
+        block = np.tile(np.arange(self.max_depth + 1), (len(end), 1))
+        is_used = block < depth[:, None]
+        compressed = is_used.sum(0)[:-1].tolist()
+        block[:, -1], is_used[:, -1] = depth, True
+        begin = (end - length)[:, None] + (block - depth[:, None]) * self.n_transit
         steps = begin[..., None] + np.arange(self.n_transit)
+        last = end[:, None, None] - 1
+        is_real = is_used[..., None] & (steps <= last)
 
-        real = np.empty(steps.shape, bool)
-        real[:, :-1] = (depth[:, None] > blocks)[..., None]
-        real[:, -1] = np.arange(self.n_transit) < length[:, None]
-        steps = np.where(real, steps, end[:, None, None] - 1)
-        words, rewards = self.histories.take(self.tasks[history // self.streams], history % self.streams, steps)
-        words = words * real[..., None]
-        action = words[:, -1, :, 3].astype(np.int64)
-        action[~real[:, -1]] = -100
-        found = {"cells": words[..., :3], "rewards": rewards * real, "depth": depth, "length": length}
-        found |= {"action": action, "shift": shift, "index": index}
-        compressed = (depth[:, None] > blocks).sum(0).tolist()
-        return {name: torch.from_numpy(part) for name, part in found.items()} | {"compressed": compressed}
+        task, stream = self.tasks[history // self.streams], history % self.streams
+        where = task[:, None, None], stream[:, None, None], np.minimum(steps, last)
+        words = self.histories.words[where] * is_real[..., None]
+        rewards = self.histories.rewards[where] * is_real
+        action = np.where(is_real[:, -1], words[:, -1, :, 3], -100).astype(np.int64)
+        batch = {"cells": words[..., :3], "rewards": rewards, "depth": depth, "length": length}
+        batch |= {"action": action, "shift": shift, "index": index}
+        return {name: torch.from_numpy(part) for name, part in batch.items()} | {"compressed": compressed}

@@ -16,7 +16,7 @@ from utils.stats import interval_of_mean, shown
 # episodes shown in the table
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
 # agents per baseline and task
-RIVAL_AGENTS = 5
+BASELINE_AGENTS = 5
 
 
 def last_tenth(values: np.ndarray) -> np.ndarray:
@@ -51,23 +51,23 @@ class TabularQ:
     It also observes the hidden phase of a task (before the key, with it), which rewards reveal.
     """
 
-    def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
-        self.env, self.rng, self.n = env, rng, np.arange(len(task))
-        # initial value: `optimism` times the discounted return of the highest reward at every step
-        self.most = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
-        self.q = np.full((len(task), *env.next.shape[1:3]), self.most)
-
     optimism = 0.2
+
+    def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
+        self.env, self.rng, self.agent = env, rng, np.arange(len(task))
+        # initial value: `optimism` times the discounted return of the highest reward at every step
+        self.initial_value = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
+        self.q = np.full((len(task), *env.next.shape[1:3]), self.initial_value)
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
         """Return the best action, breaking ties at random."""
-        q = self.q[self.n, state]
+        q = self.q[self.agent, state]
         return ((q >= q.max(1, keepdims=True) - 1e-9) * (1 + self.rng.random(q.shape))).argmax(1)
 
-    def learn(self, _, state: np.ndarray, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
-        rate = 1.0 if self.env.chance is None else 0.2
-        target = reward + DISCOUNT * self.q[self.n, after].max(1)
-        self.q[self.n, state, action] += rate * (target - self.q[self.n, state, action])
+    def learn(self, _, state: np.ndarray, action: np.ndarray, next_state: np.ndarray, reward: np.ndarray) -> None:
+        rate = 1.0 if self.env.cumulative is None else 0.2
+        target = reward + DISCOUNT * self.q[self.agent, next_state].max(1)
+        self.q[self.agent, state, action] += rate * (target - self.q[self.agent, state, action])
 
 
 class RMax(TabularQ):
@@ -80,16 +80,17 @@ class RMax(TabularQ):
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         super().__init__(env, task, rng)
-        self.known, self.follow, self.gain = (np.zeros(self.q.shape, kind) for kind in (bool, int, float))
+        self.known, self.next_state, self.reward = (np.zeros(self.q.shape, kind) for kind in (bool, int, float))
 
-    def learn(self, _, state: np.ndarray, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
-        place = self.n, state, action
-        new = np.flatnonzero(~self.known[place])
-        self.known[place], self.follow[place], self.gain[place] = True, after, reward
+    def learn(self, _, state: np.ndarray, action: np.ndarray, next_state: np.ndarray, reward: np.ndarray) -> None:
+        tried = self.agent, state, action
+        new = np.flatnonzero(~self.known[tried])
+        self.known[tried], self.next_state[tried], self.reward[tried] = True, next_state, reward
         value, change = self.q[new].max(-1), np.inf
         while len(new) and change > 1e-3:
-            led = np.take_along_axis(value, self.follow[new].reshape(len(new), -1), 1).reshape(-1, *self.q.shape[1:])
-            self.q[new] = np.where(self.known[new], self.gain[new] + DISCOUNT * led, self.most)
+            next_value = np.take_along_axis(value, self.next_state[new].reshape(len(new), -1), 1)
+            planned = self.reward[new] + DISCOUNT * next_value.reshape(-1, *self.q.shape[1:])
+            self.q[new] = np.where(self.known[new], planned, self.initial_value)
             value, before = self.q[new].max(-1), value
             change = np.abs(value - before).max()
 
@@ -98,24 +99,26 @@ class Posterior:
     """Agents that know all tasks of the environment and act optimally for the most likely task given their past."""
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
-        share = np.ones(env.next.shape) if env.chance is None else np.diff(env.chance, axis=-1, prepend=0)
-        self.tables, self.best = (env.next, env.reward, share), env.best_actions().argmax(-1)
+        certain = env.cumulative is None
+        probability = np.ones(env.next.shape) if certain else np.diff(env.cumulative, axis=-1, prepend=0)
+        self.tables, self.best = (env.next, env.reward, probability), env.best_actions().argmax(-1)
         # log-likelihoods (agents, tasks), with noise to break ties
         self.score = 1e-3 * rng.random((len(task), env.tasks))
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
         return self.best[self.score.argmax(1), state]
 
-    def learn(self, _, state: np.ndarray, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
-        led, gain, share = (table[:, state, action] for table in self.tables)
-        self.score += np.log((share * (led == after[:, None]) * (gain == reward[:, None])).sum(-1).T + 1e-9)
+    def learn(self, _, state: np.ndarray, action: np.ndarray, next_state: np.ndarray, reward: np.ndarray) -> None:
+        next_states, rewards, probability = (table[:, state, action] for table in self.tables)
+        observed = (next_states == next_state[:, None]) & (rewards == reward[:, None])
+        self.score += np.log((probability * observed).sum(-1).T + 1e-9)
 
 
-def run_rivals(histories: Histories, tasks: list[int], episodes: int, seed: int) -> dict[str, np.ndarray]:
+def run_baselines(histories: Histories, tasks: list[int], episodes: int, seed: int) -> dict[str, np.ndarray]:
     """Return {name: mean return per episode} of the source of the histories and of baselines without a network."""
-    env, task = histories.env, np.repeat(tasks, RIVAL_AGENTS)
+    env, task = histories.env, np.repeat(tasks, BASELINE_AGENTS)
     kinds = {"tabular Q from scratch": TabularQ}
-    if env.chance is None:
+    if env.cumulative is None:
         kinds["R-max from scratch"] = RMax
     kinds |= {"search that knows the map": Search} if env.is_grid else {"posterior over all tasks": Posterior}
     rows = {"source of the histories": np.mean([histories.curves[task] for task in tasks], 0)[:episodes]}
@@ -132,7 +135,7 @@ def name_tasks(env: Env, tasks: list[int]) -> str:
     return f"{env.name}: {' '.join(map(str, tasks))}"
 
 
-def read_rival(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]:
+def read_baseline_run(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]:
     """Return {name: mean return per episode} from another run's test. Raises InputError."""
     path = Path(folder)
     try:
@@ -156,29 +159,29 @@ def report_test(
     path: np.ndarray,
     unseen: SegmentDataset,
     csv: Path,
-    rival: dict,
+    baseline_run: dict,
     args: Namespace,
 ) -> tuple:
     """Rank 0: print the table, write the return curves to `csv`, and return ({metric: value}, figure).
 
     metrics, returns: results of the test. path (episodes, horizon + 1): states of the first agent on the first task.
-    rival: return curves of baseline runs. Raises RunError if the disk is full.
+    baseline_run: return curve of --rival_run, or {}. Raises RunError if the disk is full.
     """
     histories, tasks = unseen.histories, unseen.tasks.tolist()
     env, own = histories.env, f"{args.model}/{args.objective}"
     episodes = returns.shape[-1]
     random, optimum = metrics["test/return_random"], metrics["test/return_optimal"]
-    curves = {own: returns.mean((0, 1))} | run_rivals(histories, tasks, episodes, args.seed)
-    curves |= {name: curve[:episodes] for name, curve in rival.items()}
+    curves = {own: returns.mean((0, 1))} | run_baselines(histories, tasks, episodes, args.seed)
+    curves |= {name: curve[:episodes] for name, curve in baseline_run.items()}
     curves["random actions"], curves["optimum"] = np.full(episodes, random), np.full(episodes, optimum)
 
-    rows, found = {}, {"agent": own, "tasks": name_tasks(env, tasks)}
+    rows, results = {}, {"agent": own, "tasks": name_tasks(env, tasks)}
     for name, curve in curves.items():
         row = {f"return_episode_{episode}": curve[episode - 1] for episode in COLUMNS if episode <= len(curve)}
         row["return_last"] = last_tenth(curve)
         row["normalized_last"] = (row["return_last"] - random) / (optimum - random)
         key = "test" if name == own else "test/rival/" + re.sub(r"\W+", "_", name)
-        found |= {f"{key}/{metric}": float(value) for metric, value in row.items()}
+        results |= {f"{key}/{metric}": float(value) for metric, value in row.items()}
         rows[name] = row
     header = [*(str(episode) for episode in COLUMNS if episode <= episodes), "last", "normalized"]
     print(f"test, {len(tasks)} unseen tasks: return in episode")
@@ -192,7 +195,7 @@ def report_test(
         write_atomically(csv, frame.set_axis(frame.index + 1).rename_axis("episode").to_csv)
     except OSError as error:
         raise RunError(f"{csv}: not written ({error.strerror}); make room and resume") from None
-    return found, draw_test(curves, bands, path, env, tasks)
+    return results, draw_test(curves, bands, path, env, tasks)
 
 
 def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
@@ -206,9 +209,9 @@ def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray
     figure = Figure(figsize=(9, 7), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
     axes = above.subplots()
-    for place, (name, curve) in enumerate(curves.items()):
+    for number, (name, curve) in enumerate(curves.items()):
         style = {"random actions": "k:", "optimum": "k--"}.get(name, "-")
-        axes.plot(np.arange(1, len(curve) + 1), curve, style, linewidth=1 if place else 2.5, label=name)
+        axes.plot(np.arange(1, len(curve) + 1), curve, style, linewidth=1 if number else 2.5, label=name)
     axes.fill_between(np.arange(1, len(bands) + 1), *bands.T, alpha=0.2)
     axes.set(
         xlabel="episode in the context", ylabel="return", xscale="log", title=f"{len(tasks)} unseen tasks of {env.name}"
@@ -217,27 +220,13 @@ def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
 
-    drawn = sorted({episode for episode in (1, 2, 3, 5) if episode < len(path)} | {len(path)}) if env.is_grid else []
-    rewarded = env.places[np.unique(env.next[tasks[0]][env.reward[tasks[0]] > 0] % env.cells)]
-    limits = (-0.5, env.places.max() + 0.5)
-    for place, episode in enumerate(drawn):
-        axes = below.add_subplot(1, len(drawn), place + 1)
-        rows, columns = env.places[path[episode - 1] % env.cells].T
+    drawn = [*(episode for episode in (1, 2, 3, 5) if episode < len(path)), len(path)] if env.is_grid else []
+    rewarded = env.coordinates[np.unique(env.next[tasks[0]][env.reward[tasks[0]] > 0] % env.cells)]
+    limits = (-0.5, env.coordinates.max() + 0.5)
+    for number, episode in enumerate(drawn, start=1):
+        axes = below.add_subplot(1, len(drawn), number)
+        rows, columns = env.coordinates[path[episode - 1] % env.cells].T
         axes.plot(columns, rows, "o-", markevery=[0])
         axes.plot(rewarded[:, 1], rewarded[:, 0], "r*", markersize=10)
         axes.set(title=f"episode {episode}", xlim=limits, ylim=limits[::-1], xticks=[], yticks=[], aspect="equal")
     return figure
-
-
-def describe(histories: Histories, segments: SegmentDataset, unseen: SegmentDataset, model, args: Namespace) -> dict:
-    """Banner rows of this task."""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    tasks = f"{len(segments.tasks)} tasks, {len(unseen.tasks)} unseen by split {args.split_seed}"
-    longest = f"the longest has {histories.longest}; {histories.repaired} next states at episode ends were corrected"
-    context = f"{segments.max_depth} compressed blocks and a context; {args.from_start:.0%} from a history's start"
-    return {
-        "model": f"{args.model}, {size} parameters, context {model.n_transit}, {model.n_latent} latents",
-        "objective": args.objective,
-        "histories": f"{histories.streams} of {histories.steps} steps ({longest}) for each of {tasks}",
-        "segments": f"{len(segments)} per epoch, of at most {context}",
-    }

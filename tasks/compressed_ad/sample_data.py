@@ -4,7 +4,7 @@ The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5. --source se
   tabular   TD(0) on state values with a bonus for rare states and decaying random exploration; one learner per stream
   ppo       PPO of stable-baselines3, as published: all streams of a task train one model (requirements-dev.txt; hours)
   epsilon   an expert who knows the task; the share of random actions falls from 1 to 0 (Zisman et al. 2023)
-  search    a searcher who knows the map but not the task; each stream has a fixed error rate from 0 to --noise
+  search    a searcher who knows the map but not the task; each stream has a fixed error rate from 0 to 0.3
 """
 
 import argparse
@@ -17,11 +17,13 @@ import numpy as np
 
 from tasks.compressed_ad.data import Env, Search, learning_curve, make_env, play
 from utils.checkpoint import write_atomically
-from utils.cli import InputError, RunError, real, whole
+from utils.cli import InputError, RunError, whole
 
 # tabular learner: learning rate, discount, bonus of an unvisited state (falls with the square root of visits), share of
 # random actions at the first and last step
-RATE, TD_DISCOUNT, BONUS, FIRST_CHANCE, LAST_CHANCE = 0.5, 0.9, 0.5, 0.1, 0.02
+RATE, TD_DISCOUNT, BONUS, FIRST_EPSILON, LAST_EPSILON = 0.5, 0.9, 0.5, 0.1, 0.02
+# highest error rate of a searcher
+SEARCH_ERRORS = 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source", choices=tuple(SOURCES), default="tabular", help="agent that makes the histories; ppo takes hours")
     add("--streams", type=whole(1), default=100, help="histories per task")
     add("--steps", type=whole(20), default=1000, help="steps per history, rounded down to complete episodes")
-    add("--noise", type=real(0, 1), default=0.3, help="highest error rate of --source search")
     add("--seed", type=int, default=42, help="random seed")
 
 
-def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int, noise: float, seed: int) -> None:
+def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int, seed: int) -> None:
     """Write the histories and print the learning curve. Raises InputError if the file exists."""
     world = make_env(env)
     label = {"tabular": "TD", "ppo": "PPO"}.get(source, source)
@@ -44,8 +45,7 @@ def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int
         raise InputError(f"{path}: is there already; choose another folder or delete it")
     steps = max(1, steps // world.horizon) * world.horizon
     task = np.repeat(np.arange(world.tasks), streams)
-    options = {"noise": noise} if source == "search" else {}
-    parts = SOURCES[source](world, task, steps, seed, **options)
+    parts = SOURCES[source](world, task, steps, seed)
     write_histories(path, world, *(part.reshape(steps, world.tasks, streams) for part in parts))
     print(f"{path}: {world.tasks} tasks x {streams} streams x {steps} steps, by {source}")
     curve = learning_curve(parts[-1], world)
@@ -54,31 +54,31 @@ def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int
     print(f"return in episode {points}; random policy {lowest:.2f}, optimum {highest:.2f}")
 
 
-def with_noise(action: np.ndarray, chance, actions: int, rng: np.random.Generator) -> np.ndarray:
-    """Replace each action by a random one with probability `chance`."""
-    return np.where(rng.random(len(action)) < chance, rng.integers(0, actions, len(action)), action)
+def with_errors(action: np.ndarray, error_rate, actions: int, rng: np.random.Generator) -> np.ndarray:
+    """Replace each action by a random one with probability `error_rate`."""
+    return np.where(rng.random(len(action)) < error_rate, rng.integers(0, actions, len(action)), action)
 
 
 def tabular(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
     """Run tabular TD(0) learners, which know the map but learn rewards only by receiving them."""
-    rng, n, episode = np.random.default_rng(seed), np.arange(len(task)), []
+    rng, agent, episode = np.random.default_rng(seed), np.arange(len(task)), []
     values, visits = np.zeros((2, len(task), env.next.shape[1]), np.float32)
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
-        around = n[:, None], env.next[task, state, :, 0]
-        score = values[around] + BONUS / np.sqrt(1 + visits[around])
+        reached = agent[:, None], env.next[task, state, :, 0]
+        score = values[reached] + BONUS / np.sqrt(1 + visits[reached])
         # noise to break ties
-        score = score + 0.01 * rng.random((len(n), env.actions), np.float32)
-        chance = FIRST_CHANCE + (LAST_CHANCE - FIRST_CHANCE) * t / steps
-        return with_noise(score.argmax(1), chance, env.actions, rng)
+        score = score + 0.01 * rng.random((len(task), env.actions), np.float32)
+        epsilon = FIRST_EPSILON + (LAST_EPSILON - FIRST_EPSILON) * t / steps
+        return with_errors(score.argmax(1), epsilon, env.actions, rng)
 
-    def learn(t: int, _, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
-        visits[n, after] += 1
-        episode.append((after, reward))
+    def learn(t: int, _, action: np.ndarray, next_state: np.ndarray, reward: np.ndarray) -> None:
+        visits[agent, next_state] += 1
+        episode.append((next_state, reward))
         if (t + 1) % env.horizon == 0:
-            for state, gain in reversed(episode):
-                around = values[n[:, None], env.next[task, state, :, 0]]
-                values[n, state] += RATE * (gain + TD_DISCOUNT * around.max(1) - values[n, state])
+            for state, reward in reversed(episode):
+                best = values[agent[:, None], env.next[task, state, :, 0]].max(1)
+                values[agent, state] += RATE * (reward + TD_DISCOUNT * best - values[agent, state])
             episode.clear()
 
     return play(env, task, steps, rng, choose, learn)
@@ -90,18 +90,18 @@ def epsilon(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarra
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
         expert = (best[task, state] * rng.random((len(task), env.actions))).argmax(-1)
-        return with_noise(expert, 1 - t / max(1, steps - 1), env.actions, rng)
+        return with_errors(expert, 1 - t / (steps - 1), env.actions, rng)
 
     return play(env, task, steps, rng, choose)
 
 
-def search(env: Env, task: np.ndarray, steps: int, seed: int, noise: float) -> list[np.ndarray]:
-    """Run Search with random actions at a rate of 0 to `noise`, fixed for each stream."""
+def search(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
+    """Run Search with random actions at a rate of 0 to SEARCH_ERRORS, fixed for each stream."""
     rng, searcher = np.random.default_rng(seed), Search(env, task)
-    chance = np.tile(np.linspace(0, noise, len(task) // env.tasks), env.tasks)
+    error_rate = np.tile(np.linspace(0, SEARCH_ERRORS, len(task) // env.tasks), env.tasks)
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
-        return with_noise(searcher.choose(t, state), chance, env.actions, rng)
+        return with_errors(searcher.choose(t, state), error_rate, env.actions, rng)
 
     return play(env, task, steps, rng, choose, searcher.learn)
 
@@ -125,67 +125,53 @@ def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tup
     import gymnasium
     import torch
     from stable_baselines3 import PPO
-    from stable_baselines3.common.vec_env import VecEnv
+    from stable_baselines3.common.vec_env import DummyVecEnv
 
-    class Streams(VecEnv):
-        """Vectorized environment for all streams of the task; `log` records every step."""
+    rng, high = np.random.default_rng(seed + task), env.coordinates.max(0).astype(np.float32)
+
+    class Stream(gymnasium.Env):
+        """One stream of the task; `log` records every step."""
+
+        observation_space = gymnasium.spaces.Box(0 * high, high)
+        action_space = gymnasium.spaces.Discrete(env.actions)
 
         def __init__(self):
-            self.log, self.rng, self.t = [], np.random.default_rng(seed + task), 0
-            high = env.places.max(0).astype(np.float32)
-            super().__init__(streams, gymnasium.spaces.Box(0 * high, high), gymnasium.spaces.Discrete(env.actions))
+            self.log = []
 
-        def seen(self):
-            return env.places[self.state % env.cells].astype(np.float32)
+        def observe(self):
+            return env.coordinates[self.state[0] % env.cells].astype(np.float32)
 
-        def reset(self):
-            self.state = np.full(streams, env.start)
-            return self.seen()
+        def reset(self, seed=None, options=None):
+            self.state = np.array([env.start])
+            return self.observe(), {}
 
-        def step_async(self, actions):
-            self.action = actions
-
-        def step_wait(self):
-            after, reward = env.step(np.full(streams, task), self.state, self.action, self.rng)
-            # copied, because PPO adds to the rewards of an episode's last step in place
-            self.log.append((self.state, self.action, after, reward.copy()))
-            self.t += 1
-            self.state = after
-            done = self.t % env.horizon == 0
-            end = [{"terminal_observation": place, "TimeLimit.truncated": True} for place in self.seen()]
-            info = end if done else [{} for _ in range(streams)]
-            return (self.reset() if done else self.seen()), reward, np.full(streams, done), info
-
-        def close(self):
-            pass
-
-        def env_is_wrapped(self, wrapper_class, indices=None):
-            return [False] * streams
-
-        def get_attr(self, name, indices=None):
-            return [getattr(self, name, None)] * streams
-
-        env_method = set_attr = None
+        def step(self, action):
+            state = self.state
+            self.state, reward = env.step(task, state, action, rng)
+            self.log.append((state[0], action, self.state[0], reward[0]))
+            return self.observe(), reward[0], False, len(self.log) % env.horizon == 0, {}
 
     torch.set_num_threads(1)
-    world = Streams()
+    recorded = [Stream() for _ in range(streams)]
     options = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4, "seed": seed + task}
+    vectorized = DummyVecEnv([lambda stream=stream: stream for stream in recorded])
+    PPO("MlpPolicy", vectorized, device="cpu", **options).learn(steps * streams)
     # PPO runs complete rollouts of 80 steps, so it may exceed `steps`
-    PPO("MlpPolicy", world, device="cpu", **options).learn(steps * streams)
-    return tuple(np.stack(part) for part in zip(*world.log[:steps], strict=True))
+    logs = zip(*(zip(*stream.log[:steps], strict=True) for stream in recorded), strict=True)
+    return tuple(np.stack(part, 1) for part in logs)
 
 
 SOURCES = {"tabular": tabular, "ppo": ppo, "epsilon": epsilon, "search": search}
 
 
-def write_histories(path: Path, env: Env, states, actions, after, rewards) -> None:
+def write_histories(path: Path, env: Env, states, actions, next_states, rewards) -> None:
     """Write arrays (steps, tasks, streams) in the published layout, one group per task. Raises RunError if the disk is
     full."""
     import h5py
 
-    places = env.places.astype(np.int8 if env.places.max() < 128 else np.int16)
+    coordinates = env.coordinates.astype(np.int8 if env.coordinates.max() < 128 else np.int16)
     is_last = np.arange(1, len(rewards) + 1) % env.horizon == 0
-    parts = {"states": places[states % env.cells], "next_states": places[after % env.cells]}
+    parts = {"states": coordinates[states % env.cells], "next_states": coordinates[next_states % env.cells]}
     parts |= {"actions": actions.astype(np.int8), "rewards": rewards.astype(np.float32)}
     parts["dones"] = np.broadcast_to(is_last[:, None, None], rewards.shape)
     # built in memory, because the HDF5 library crashes on a full disk
