@@ -69,26 +69,6 @@ def set_precision(
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
-    remark = set_numerics(device, precision, deterministic)
-    return precision, f"{precision} ({reason}) {remark}".strip()
-
-
-def check_accelerate(accumulation: int) -> None:
-    """Raise InputError for settings of `accelerate launch` or its config file that the scripts do not support."""
-    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
-            raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
-    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if launched not in ("1", "auto", str(accumulation)):
-        advice = f"give --gradient_accumulation_steps {launched} to the script, after its name"
-        raise InputError(f"accelerate launch --gradient_accumulation_steps {launched}: not read; {advice}")
-
-
-def set_numerics(device: torch.device, precision: str, deterministic: bool) -> str:
-    """Configure torch for the precision and --deterministic; return a remark for the banner, or "".
-
-    Deterministic cuBLAS also needs CUBLAS_WORKSPACE_CONFIG, which the parser sets before torch first uses cuBLAS.
-    """
     remarks = []
     # Inputs have a fixed size, so cuDNN times its algorithms only once. Its choice can differ between runs.
     torch.backends.cudnn.benchmark = not deterministic
@@ -99,6 +79,7 @@ def set_numerics(device: torch.device, precision: str, deterministic: bool) -> s
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
     if deterministic:
+        # cuBLAS also needs CUBLAS_WORKSPACE_CONFIG, which the parser sets before torch first uses cuBLAS.
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         else:
@@ -112,7 +93,18 @@ def set_numerics(device: torch.device, precision: str, deterministic: bool) -> s
             # CPU results depend on the number of threads, which launchers derive from the number of processes.
             torch.set_num_threads(1)
         remarks.append("deterministic")
-    return "; ".join(remarks)
+    return precision, f"{precision} ({reason}) {'; '.join(remarks)}".strip()
+
+
+def check_accelerate(accumulation: int) -> None:
+    """Raise InputError for settings of `accelerate launch` or its config file that the scripts do not support."""
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
+    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if launched not in ("1", "auto", str(accumulation)):
+        advice = f"give --gradient_accumulation_steps {launched} to the script, after its name"
+        raise InputError(f"accelerate launch --gradient_accumulation_steps {launched}: not read; {advice}")
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -246,9 +246,9 @@ def measure_speed(options: Namespace, task: str, name: str, flags: list, process
         # the cascade's stages end after a number of epochs, and the last stage has 8 steps per epoch
         steps = "--log_every 4" if task == "cascade" else "--max_steps 30 --log_every 10"
     flags = [*steps.split(), "--save_every", 0, *flags]
-    out, found = train(options, task, name, flags, processes, options.size, watch)
+    out, measured = train(options, task, name, flags, processes, options.size, watch)
     first, last = training_lines(out)[-2:]
-    return found | {
+    return measured | {
         "rate": (first["train/samples_per_s"] + last["train/samples_per_s"]) / 2,
         "wait": last["train/data_wait"],
         "peak": last["train/peak_memory_gb"],
@@ -259,24 +259,18 @@ def measure_speed(options: Namespace, task: str, name: str, flags: list, process
 def speed_row(
     options: Namespace, task: str, name: str, flags: str, processes: int = 1, note: str = ""
 ) -> Iterator[dict]:
-    found = measure_speed(options, task, name, flags.split(), processes)
-    yield row(f"{task}, {name}: samples/s", found["rate"], f"{found['peak']:.4g} GiB {note}")
+    measured = measure_speed(options, task, name, flags.split(), processes)
+    yield row(f"{task}, {name}: samples/s", measured["rate"], f"{measured['peak']:.4g} GiB {note}")
 
 
-def machine(options: Namespace) -> Iterator[dict]:
-    for name, value in options.machine.items():
-        yield row(name, value)
-
-
-def one_task(options: Namespace, task: str) -> Iterator[dict]:
+def published_size(options: Namespace, task: str) -> Iterator[dict]:
     """Measure a script at its published size (for the cascade: its last stage) and compare it with tools.rehearse."""
-    found = measure_speed(options, task, "speed", [], watch="speed")
-    rate, peak = found["rate"], found["peak"]
-    yield row("samples/s", rate, f"{found['batch']} samples per step. {PUBLISHED.get(task, '')}")
-    mfu = rate / found["batch"] * found["tflop"] / found["product"]
-    note = f"{found['tflop']:.4g} TFLOP per step; a matrix product before it reached {found['product']:.4g} TFLOP/s"
-    yield row("MFU", mfu, note)
-    yield row("share of time waiting for data", found["wait"])
+    measured = measure_speed(options, task, "speed", [], watch="speed")
+    rate, peak, tflop, product = (measured[name] for name in ("rate", "peak", "tflop", "product"))
+    yield row("samples/s", rate, f"{measured['batch']} samples per step. {PUBLISHED.get(task, '')}")
+    note = f"{tflop:.4g} TFLOP per step; a matrix product before it reached {product:.4g} TFLOP/s"
+    yield row("MFU", rate / measured["batch"] * tflop / product, note)
+    yield row("share of time waiting for data", measured["wait"])
     yield row("peak GiB", peak)
 
     command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task], *flags_of(options, task, options.size)]
@@ -307,7 +301,7 @@ def frameworks(options: Namespace) -> Iterator[dict]:
 
 def variants(options: Namespace) -> Iterator[dict]:
     """Measure each script in all precisions, compiled, and with its memory-saving options; on a CPU only MIMIC-CXR."""
-    for task in options.tasks if options.gpus else ["mimic_cxr"]:
+    for task in SCRIPTS if options.gpus else ["mimic_cxr"]:
         for name, (flags, tasks) in VARIANTS.items():
             # a CPU does not support fp16 and compiles for minutes
             if task in tasks and (options.gpus or name not in ("fp16", "bf16 compiled")):
@@ -362,15 +356,15 @@ def resume(options: Namespace, task: str) -> Iterator[dict]:
 def each_task(options: Namespace, check: Callable[[Namespace, str], Iterator[dict]]) -> Iterator[dict]:
     # each task uses up to three processes
     with ThreadPoolExecutor(max(1, joblib.cpu_count() // 3)) as pool:
-        for rows in pool.map(lambda task: list(attempt(task, check(options, task))), options.tasks):
+        for rows in pool.map(lambda task: list(attempt(task, check(options, task))), SCRIPTS):
             yield from rows
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[Namespace], Iterator[dict]]] = {
-    "machine": machine,
-    **{task: functools.partial(one_task, task=task) for task in SCRIPTS},
+    "machine": lambda options: (row(name, value) for name, value in options.machine.items()),
+    **{task: functools.partial(published_size, task=task) for task in SCRIPTS},
     "same_answer": functools.partial(each_task, check=same_answer),
     "resume": functools.partial(each_task, check=resume),
     "frameworks": frameworks,
@@ -387,8 +381,7 @@ def measure(options: Namespace, name: str, results: dict[str, dict]) -> None:
         print(" | ".join(cells(line)), flush=True)
         entry["lines"].append(line)
         write(options, results)
-    # the next call must measure tasks that --tasks left out
-    entry["complete"] = options.tasks == list(SCRIPTS)
+    entry["complete"] = True
     write(options, results)
 
 
@@ -411,7 +404,7 @@ def write_table(page: Path, results: dict[str, dict]) -> None:
     rows = [("part", "what", "value", "note"), ("---",) * 4]
     for part in filter(results.get, PARTS):
         rows += [(part, *cells(line)) for line in results[part]["lines"]]
-    table = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    table = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in rows]
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text("\n".join([before + BEGIN, *table, END + rest.partition(END)[2]]), encoding="utf-8")
 
@@ -419,9 +412,6 @@ def write_table(page: Path, results: dict[str, dict]) -> None:
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure; default: all")
-    parser.add_argument(
-        "--tasks", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="tasks for same_answer, resume and variants"
-    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--tiny", action="store_true", help="use tiny sizes on a GPU too, for a trial of a few minutes")
     parser.add_argument(

@@ -31,8 +31,8 @@ ON_GPU = torch.cuda.is_available()
 
 def matrix_product() -> float:
     """Measure TFLOP/s of a bf16 matrix product on the GPU, or of a small fp32 matrix product on a CPU."""
-    side, kind = (8192, torch.bfloat16) if ON_GPU else (512, torch.float32)
-    values = torch.rand(side, side, dtype=kind, device="cuda" if ON_GPU else "cpu")
+    side, dtype = (8192, torch.bfloat16) if ON_GPU else (512, torch.float32)
+    values = torch.rand(side, side, dtype=dtype, device="cuda" if ON_GPU else "cpu")
     for _ in range(2):
         # the first iteration is warmup
         begun = time.perf_counter()
@@ -44,15 +44,15 @@ def matrix_product() -> float:
 
 
 def measure_machine() -> dict[str, str | float]:
-    facts = {"device": "cpu", "GPUs": torch.cuda.device_count(), "matrix product TFLOP/s": matrix_product()}
+    results = {"device": "cpu", "GPUs": torch.cuda.device_count(), "matrix product TFLOP/s": matrix_product()}
     packages = ("torch", "transformers", "accelerate", "deepspeed", "monai")
-    facts |= {package.name: package.version for package in distributions() if package.name in packages}
+    results |= {package.name: package.version for package in distributions() if package.name in packages}
     if ON_GPU:
         card = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
-        facts |= {"device": card.name, "memory GiB": card.total_memory / 2**30, "driver": driver}
-    return facts
+        results |= {"device": card.name, "memory GiB": card.total_memory / 2**30, "driver": driver}
+    return results
 
 
 def use_random_weights() -> None:
@@ -102,7 +102,7 @@ class StepFlops(TorchDispatchMode):
 
 
 def main(words: list[str]) -> None:
-    facts, counter = {}, None
+    results, counter = {}, None
     while not words[0].endswith(".py"):
         word = words.pop(0)
         if word == "machine":
@@ -113,7 +113,7 @@ def main(words: list[str]) -> None:
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             dist.is_nccl_available = lambda: False
         if word == "speed":
-            facts, counter = {"product": matrix_product()}, StepFlops()
+            results, counter = {"product": matrix_product()}, StepFlops()
             # keep the product's memory out of the script's peak
             torch.cuda.empty_cache()
     use_random_weights()
@@ -124,8 +124,8 @@ def main(words: list[str]) -> None:
         if end.code:
             raise
     if counter:
-        facts["tflop"] = counter.flops / 1e12
-    print(json.dumps(facts), flush=True)
+        results["tflop"] = counter.flops / 1e12
+    print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

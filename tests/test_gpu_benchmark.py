@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py as a trial on the CPU: what it measures again, what it calls a difference, and its table."""
+"""benchmarks/gpu.py on the CPU: which parts it measures again, which bits it compares, and its table."""
 
 import json
 import os
@@ -15,28 +15,27 @@ import gpu
 
 
 def run(*command) -> str:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *command]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
 
 
 def test_only_parts_without_a_good_result_are_measured(tmp_path):
-    kept = {"commit": "abc", "lines": [gpu.row("torch", "as it was")], "complete": True}
-    interrupted = {"commit": "abc", "lines": [gpu.row("samples/s", 1.0)]}
-    failed = {"commit": "abc", "lines": [gpu.row("the whole part", "no", ok=False)], "complete": True}
-    before = {"machine": kept, "compressed_ad": interrupted, "resume": failed}
-    (tmp_path / "cpu.json").write_text(json.dumps(before))
-    flags = ["--tiny", "--folder", tmp_path, "--parts"]
-    assert run("benchmarks/gpu.py", *flags, "resume", "--minutes", "0") == "== resume\n"
-    assert "machine: has a good result" in run("benchmarks/gpu.py", *flags, "machine", "compressed_ad")
+    good = {"lines": [gpu.row("torch", "2.11")], "complete": True}
+    failed = {"lines": [gpu.row("the whole part", "no", ok=False)], "complete": True}
+    interrupted = {"lines": [gpu.row("samples/s", 1.0)]}
+    flags = ["benchmarks/gpu.py", "--tiny", "--folder", tmp_path, "--parts", "machine", "compressed_ad"]
+    (tmp_path / "cpu.json").write_text(json.dumps({"machine": good, "compressed_ad": failed}))
+    assert run(*flags, "--minutes", "0") == "== machine: has a good result already\n== compressed_ad\n"
+    (tmp_path / "cpu.json").write_text(json.dumps({"machine": good, "compressed_ad": interrupted}))
+    run(*flags)
     results = json.loads((tmp_path / "cpu.json").read_text())
-    assert results["machine"] == kept
+    assert results["machine"] == good
     lines = {line["what"]: line["value"] for line in results["compressed_ad"]["lines"]}
     assert 0 < lines["MFU"] < 1
     assert {"samples/s", "peak GiB", "peak over the rehearsed one"} < set(lines)
 
 
-def test_a_bit_of_a_loss_or_of_the_weights_is_a_difference(tmp_path):
+def test_difference_finds_one_bit_of_a_loss_or_of_the_weights(tmp_path):
     runs = {"one": (0.5, b"w"), "two": (0.5, b"w"), "three": (0.5, b"v"), "four": (0.5000000001, b"w")}
     for name, (loss, weights) in runs.items():
         (tmp_path / name).mkdir()
@@ -47,7 +46,7 @@ def test_a_bit_of_a_loss_or_of_the_weights_is_a_difference(tmp_path):
     assert found == ["none", "none", "final weights", "[1, 0.5, 1.0] and [1, 0.5000000001, 1.0]"]
 
 
-def test_table_replaces_what_stands_between_the_marks(tmp_path):
+def test_table_replaces_the_lines_between_the_marks(tmp_path):
     page, text = tmp_path / "RESULTS.md", (ROOT / "benchmarks/RESULTS.md").read_text()
     page.write_text(text)
     for _ in range(2):
@@ -71,7 +70,7 @@ for _ in range(4):
 def test_flops_of_one_step_are_counted(tmp_path):
     (tmp_path / "script.py").write_text(FLOPS)
     out = run("benchmarks/watched.py", "speed", tmp_path / "script.py")
-    # forward, and the gradient of the weights; the input needs none
+    # the forward pass and the gradient of the weights; the input has no gradient
     assert json.loads(out.splitlines()[-1])["tflop"] == 2 * (2 * 2 * 4 * 3) / 1e12
 
 

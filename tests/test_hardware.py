@@ -1,8 +1,5 @@
-"""hardware_utils: guide 1's table, what a machine is found to have, numerics, and the command."""
+"""hardware_utils.py and utils/hardware_utils.py: guide 1's settings, detection, precision, determinism, the report."""
 
-import importlib
-import io
-import json
 import os
 import re
 import subprocess
@@ -28,18 +25,18 @@ def settings(processes, memory, compute=8.0, cores=64, ram=128.0, deepspeed=True
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_the_guides_example():
-    """Batch per GPU, accumulation, effective batch, loading processes, prefetch, precision, ZeRO stage, offload."""
+def test_settings_of_the_guides_example():
+    """Batch per GPU, accumulation, global batch, workers, prefetch, precision, checkpointing, ZeRO, offload, engine."""
     assert settings(4, 24, 8.9) == [16, 4, 256, 12, 4, "bf16", False, 2, False, "deepspeed"]
     assert settings(2, None, None, 2, 16) == [8, 16, 256, 1, 2, "no", False, 2, True, "deepspeed"]
     assert settings(1, 24, 7.5, 13, 33) == [16, 16, 256, 3, 3, "fp16", False, 0, False, "python"]
     assert settings(2, 24, deepspeed=False)[-1] == "torchrun"
-    # of one node, with two cores left to the training
+    # workers of one node, with two cores left for training
     assert [settings(8, 24, cores=cores, processes_per_node=4)[3] for cores in (64, 13, 1)] == [12, 11, 1]
 
 
-def test_every_row():
-    """Batch, accumulation and effective batch on 4 GPUs: two rows of ours, then guide 1's; GiB as cards report them."""
+def test_every_row_of_the_table():
+    """Batch, accumulation and global batch on 4 GPUs, for the GiB that real cards report."""
     rows = {
         # H200, H100, A100; A100 of 40 GB, L40S
         (64, 1, 256): [139.72, 79.11, 80],
@@ -54,12 +51,12 @@ def test_every_row():
     }
     for expected, cards in rows.items():
         for memory in cards:
-            # below 16 GB activations are recomputed and the optimizer is on the CPU
+            # below 16 GB: activation checkpointing, and the optimizer on the CPU
             end = [memory < 14, 3 if memory < 5 else 2, memory < 14, "deepspeed"]
             assert settings(4, memory) == [*expected, 12, 4, "bf16", *end]
 
 
-def test_a_larger_gpu_never_changes_the_effective_batch():
+def test_larger_gpus_keep_the_global_batch():
     assert [settings(count, 16)[:3] for count in (1, 8)] == [[12, 20, 240], [12, 3, 288]]
     assert settings(4, 24, batch_size=5)[:3] == [5, 13, 260]
     for processes in range(1, 130):
@@ -74,7 +71,7 @@ memory/job/memory.stat=inactive_file 0 total_inactive_file 1073741824"""
 
 
 def limit_of(group: str) -> str:
-    """The files of a group that may use 16 GiB and uses 4."""
+    """The files of a cgroup that may use 16 GiB and uses 4."""
     return f"{group}/memory.max=17179869184\n{group}/memory.current=4294967296"
 
 
@@ -82,14 +79,14 @@ def limit_of(group: str) -> str:
     ("groups", "files", "gib"),
     [
         ("0::/\n", "memory.max=max\nmemory.current=5", 100),
-        # the group above has the lower limit; a container that sees the host's path
+        # the parent has the lower limit; a container that sees the host's path
         ("0::/job/step\n", f"job/step/memory.max=max\n{limit_of('job')}", 12),
         ("0::/pods/cri:abc\n", limit_of("."), 12),
-        # cached files are given back
+        # the page cache is free memory
         ("4:memory:/job\n2:cpu,cpuacct:/\n0::/\n", V1, 13),
     ],
 )
-def test_memory_of_a_container(tmp_path, monkeypatch, groups, files, gib):
+def test_memory_limit_of_a_container(tmp_path, monkeypatch, groups, files, gib):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * 2**30))
     files = dict(line.split("=") for line in files.splitlines())
     for name, text in {"../../../proc/self/cgroup": groups, **files}.items():
@@ -99,46 +96,25 @@ def test_memory_of_a_container(tmp_path, monkeypatch, groups, files, gib):
     assert machine.available_ram_gb(tmp_path) == gib
 
 
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [
-        ({"cpu.max": "max 100000"}, 16),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu.max": "450000 100000"}, 5),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
-        ({"cpu/cpu.cfs_quota_us": "600000", "cpu/cpu.cfs_period_us": "100000"}, 6),
-    ],
-)
-def test_cores_of_a_container(monkeypatch, quota, cores):
-    """On 64 cores, of which 16 are this process's; the quota as control groups v2 and v1 have it."""
-    context = importlib.import_module("joblib.externals.loky.backend.context")
-    files = {f"/sys/fs/cgroup/{name}": text for name, text in quota.items()}
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(os.path, "exists", files.__contains__)
-    monkeypatch.setattr(context, "open", lambda name: io.StringIO(files[name]), raising=False)
-    assert hw.usable_cores() == cores
-
-
-def test_gpus(tmp_path, monkeypatch):
-    """nvidia-smi lists three GPUs, of which torch can use two, in another order."""
+def test_detected_gpus(tmp_path, monkeypatch):
+    """nvidia-smi lists three GPUs; torch can use two of them, in another order."""
     stub = tmp_path / "nvidia-smi"
     stub.write_text("#!/bin/sh\necho 'GPU-0, 20480\nGPU-1, 21504\nGPU-2, [N/A]'\n")
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    facts = {"name": "NVIDIA L4", "total_memory": 22.5 * 2**30, "major": 8, "minor": 9}
-    # some versions of torch leave out "GPU-"
-    cards = [SimpleNamespace(uuid=uuid, **facts) for uuid in ("GPU-2", "1")]
+    card = {"name": "NVIDIA L4", "total_memory": 22.5 * 2**30, "major": 8, "minor": 9}
+    # some torch versions omit "GPU-"
+    cards = [SimpleNamespace(uuid=uuid, **card) for uuid in ("GPU-2", "1")]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     gpus, notes = machine.detect_gpus()
-    facts = {"name": "NVIDIA L4", "memory_total_gb": 22.5, "compute": 8.9}
-    assert gpus == [facts | {"memory_free_gb": None}, facts | {"memory_free_gb": 21.0}]
+    gpu = {"name": "NVIDIA L4", "memory_total_gb": 22.5, "compute": 8.9}
+    assert gpus == [gpu | {"memory_free_gb": None}, gpu | {"memory_free_gb": 21.0}]
     assert notes == ["torch can use 2 of the 3 GPUs that nvidia-smi lists: CUDA_VISIBLE_DEVICES='2,1'"]
-    # CUDA does not start
+    # CUDA fails to initialize
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine.detect_gpus()[0] == []
 
@@ -146,8 +122,8 @@ def test_gpus(tmp_path, monkeypatch):
 # --- numerics and memory ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_freed_memory_is_kept():
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_freed_memory_is_reused():
     program = """
 import contextlib, ctypes, resource, sys
 import distributed_utils as du
@@ -164,12 +140,12 @@ with du.setup_distributed() if sys.argv[1:] else contextlib.nullcontext():
             libc.free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    taken, kept = (
+    default, reused = (
         int(subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, check=True).stdout)
-        for words in ([], ["keep"])
+        for words in ([], ["setup_distributed"])
     )
-    # pages, which may be large ones
-    assert kept < 0.05 * taken
+    # page faults
+    assert reused < 0.05 * default
 
 
 def test_precision(monkeypatch):
@@ -183,7 +159,7 @@ def test_precision(monkeypatch):
         hw.choose_precision("bf16", gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert [hw.choose_precision(wanted, gpu)[0] for wanted in ("auto", "fp16", "no")] == ["bf16", "fp16", "no"]
-    # `accelerate launch --mixed_precision` counts where the flag says auto
+    # with auto, `accelerate launch --mixed_precision` decides
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     assert [hw.choose_precision("auto", device)[0] for device in (gpu, cpu)] == ["fp16", "no"]
     assert hw.choose_precision("no", gpu)[0] == "no"
@@ -192,7 +168,7 @@ def test_precision(monkeypatch):
             assert torch.eye(2).mm(torch.eye(2)).dtype == dtype
 
 
-def test_what_accelerate_launch_may_not_ask_for(monkeypatch):
+def test_unsupported_settings_of_accelerate_launch(monkeypatch):
     hw.check_accelerate(1)
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     hw.check_accelerate(2)
@@ -204,16 +180,17 @@ def test_what_accelerate_launch_may_not_ask_for(monkeypatch):
 
 
 def test_numerics():
-    """In a process of its own, as torch keeps them: one thread, or the bits would depend on how many there are."""
+    """In a process of its own, because the settings are global."""
     code = """
 import torch, hardware_utils as hw
 cudnn = torch.backends.cudnn
-assert hw.set_numerics(torch.device("cuda"), "bf16", False) == ""
+torch.cuda.get_device_capability = lambda _: (8, 0)
+assert hw.set_precision("auto", torch.device("cuda"), False) == ("bf16", "bf16 (compute capability 8.0)")
 assert (cudnn.benchmark, cudnn.allow_tf32) == (True, True)
-assert hw.set_numerics(torch.device("cuda"), "no", False) == "TF32 off"
+assert hw.set_precision("no", torch.device("cuda"), False) == ("no", "no (as asked) TF32 off")
 assert (cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (False, False)
 torch.set_num_threads(2)
-assert hw.set_numerics(torch.device("cpu"), "no", True) == "deterministic"
+assert hw.set_precision("auto", torch.device("cpu"), True) == ("no", "no (fp32 on CPU) deterministic")
 assert (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled()) == (False, True, True)
 assert torch.get_num_threads() == 1
 assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -221,7 +198,7 @@ assert not torch.backends.cuda.cudnn_sdp_enabled()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-# a generator of a device, a random tensor on one, or one that is filled where it lies, which no initial weight is
+# a generator on a device, random values on a device, or in-place random values other than initial weights
 DRAWN_ON_A_DEVICE = re.compile(
     r"torch\.(rand|randn|randint|randperm|normal)\((?:[^()]|\([^()]*\))*device|torch\.Generator\([^)]"
     r"|torch\.(rand_like|randn_like|bernoulli|multinomial)\("
@@ -229,15 +206,9 @@ DRAWN_ON_A_DEVICE = re.compile(
 )
 
 
-def test_nothing_is_drawn_by_a_gpus_generator():
-    """Whose numbers depend on the model of the GPU."""
-    for code in (
-        "torch.randn(size(3), device=x.device)",
-        "x.normal_()",
-        "noise[1:].uniform_(0, 1)",
-        "torch.rand_like(",
-    ):
-        assert DRAWN_ON_A_DEVICE.search(code)
+def test_no_random_numbers_are_drawn_on_a_gpu():
+    """They would depend on the model of the GPU."""
+    assert all(map(DRAWN_ON_A_DEVICE.search, ("torch.randn(size(3), device=x.device)", "x.normal_()")))
     for path in [*ROOT.glob("*.py"), *ROOT.glob("utils/*.py"), *ROOT.glob("tasks/**/*.py")]:
         assert not DRAWN_ON_A_DEVICE.search(path.read_text()), path
 
@@ -266,25 +237,27 @@ def test_out_of_memory():
 
 
 def test_report(monkeypatch, capsys):
-    """The guide's machine."""
+    """On the guide's machine, then on one with a smaller GPU, which decides."""
     gpu = {"name": "NVIDIA L4", "memory_total_gb": 24.0, "memory_free_gb": 23.5, "compute": 8.9}
-    facts = {"gpu_count": 4, "gpus": [gpu] * 4, "cpu_cores": 14, "ram_available_gb": 128.0, "deepspeed_installed": True}
-    monkeypatch.setattr(machine, "detect_hardware", lambda: facts | {"notes": ["something"]})
+    hardware = {"gpus": [gpu] * 4, "cpu_cores": 14, "ram_available_gb": 128.0, "deepspeed_installed": True}
+    monkeypatch.setattr(machine, "detect_hardware", lambda: hardware | {"notes": ["something"]})
     machine.main([])
     text = capsys.readouterr().out
     assert "  Number of GPUs:        4\n  Total GPU Memory:      96.0 GB\n  Min GPU Memory:        24.0 GB\n" in text
     assert "  GPU 3: NVIDIA L4\n       Memory: 24.0 GB (Free: 23.5 GB)\n       Compute: 8.9\n" in text
     assert "  Batch size per GPU:    16\n  Gradient accumulation: 4\n  Effective batch size:  256\n" in text
-    # settings follow the smallest GPU
-    facts["gpus"] = [gpu, gpu | {"memory_total_gb": 15.0}]
     assert text.count("  Note: something\n") == 1
-    machine.main(["--json", "--nodes", "2", "--no_deepspeed"])
-    assert list(json.loads(capsys.readouterr().out)["settings"].values())[:3] == [12, 3, 288]
+    hardware["gpus"] = [gpu] * 3 + [gpu | {"memory_total_gb": 15.0}]
+    machine.main(["--nodes", "2", "--no_deepspeed"])
+    text = capsys.readouterr().out
+    assert "  Batch size per GPU:    12\n  Gradient accumulation: 3\n  Effective batch size:  288\n" in text
+    assert text.endswith(f"  Engine:                torchrun\n{'=' * 70}\n")
 
 
-def test_this_machine():
-    """One of its cores alone, as a job may be given."""
-    command = ["taskset", "-c", f"{min(os.sched_getaffinity(0))}", sys.executable, "-m", "hardware_utils", "--json"]
-    facts = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
-    assert facts["cpu_cores"] == 1 <= hw.usable_cores() <= len(os.sched_getaffinity(0))
-    assert 0 < facts["ram_available_gb"] <= psutil.virtual_memory().total / 2**30
+def test_report_of_this_machine():
+    """Run on one core, as a cluster's job may be."""
+    command = ["taskset", "-c", f"{min(os.sched_getaffinity(0))}", sys.executable, "-m", "utils.hardware_utils"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    assert "  CPU cores:             1\n" in text
+    ram = float(re.search(r"RAM available: +(\S+) GB", text)[1])
+    assert 0 < ram <= psutil.virtual_memory().total / 2**30

@@ -1,4 +1,4 @@
-"""utils/images.py: every format looks the same, squares are not stretched; utils/tables.py: rows, columns, splits."""
+"""utils/images.py: formats, windows, squares. utils/tables.py: rows, columns, encodings, splits, --predict."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ from utils.tables import (
     split_of,
 )
 
-# (30, 40): a ramp from 0 to 255, with a bright corner that shows how it is turned
+# (30, 40): a gray ramp with a bright corner, which shows how the image is rotated
 RAMP = np.linspace(0, 200, 1200).reshape(30, 40).astype(np.uint8)
 RAMP[:8, :10] = 255
 
 
 def save_dicom(path, values, **tags):
-    """Write (H, W) values as a 16-bit DICOM file, whose stored value 1024 is 0 HU."""
+    """Write (H, W) values as a 16-bit DICOM file, in which 0 HU is stored as 1024."""
     dataset = pydicom.examples.ct
     dataset.Rows, dataset.Columns = values.shape
     dataset.PixelData = values.astype(np.int16).tobytes() * tags.get("NumberOfFrames", 1)
@@ -52,14 +52,14 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_image_looks_the_same_in_every_format(tmp_path, name):
+def test_every_format_gives_the_same_image(tmp_path, name):
     FORMATS[name](tmp_path / name)
     image = open_image(tmp_path / name)
     assert image.mode == "RGB"
     assert np.abs(np.asarray(image).astype(int) - RAMP[..., None]).max() <= 1
 
 
-def test_a_dicom_window_is_the_files_own_or_the_given_one(tmp_path):
+def test_dicom_window_of_the_file_or_the_caller(tmp_path):
     hu = np.linspace(-1000, 1000, 1200).reshape(30, 40).round()
     save_dicom(tmp_path / "a.dcm", hu + 1024, WindowCenter=["40", "99"], WindowWidth=["400", "9"])
     for window, low, high in ((None, -160, 240), ((0, 1000), -500, 500)):
@@ -67,35 +67,35 @@ def test_a_dicom_window_is_the_files_own_or_the_given_one(tmp_path):
         assert np.abs(pixels - np.interp(hu, [low, high], [0, 255])).max() <= 1
 
 
-def test_a_window_of_all_that_the_bits_hold():
+def test_bits_window():
     tops = [bits_window(np.array([0, largest])) for largest in (7, 255, 256, 4095, 4096, 65535)]
     assert tops == [(top / 2, top) for top in (255, 255, 1023, 4095, 16383, 65535)]
 
 
-def test_what_cannot_be_opened_is_a_value_error_or_an_os_error(tmp_path, monkeypatch):
-    """That says why, where it can; also what Pillow takes for a bomb, and whatever else libraries raise."""
+def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
+    """Errors of any type in Pillow and pydicom, among them that for a decompression bomb, become two types."""
     image = Image.fromarray(RAMP)
     image.save(tmp_path / "2 pages", "TIFF", save_all=True, append_images=[image])
     save_dicom(tmp_path / "2 frames", RAMP, NumberOfFrames=2)
     Image.fromarray(np.where(RAMP > 9, RAMP, np.nan).astype(np.float32)).save(tmp_path / "not finite", "TIFF")
     (tmp_path / "cannot identify").write_bytes(b"\x89PNG")
+    image.save(tmp_path / "broken PNG", "PNG")
+    (tmp_path / "broken PNG").write_bytes((tmp_path / "broken PNG").read_bytes().replace(b"IDAT", b"I\0AT"))
     for path in tmp_path.iterdir():
         with pytest.raises((ValueError, OSError), match=path.name):
             open_upright(path)
     dataset = pydicom.examples.ct
     del dataset.PixelData
     dataset.save_as(tmp_path / "empty.dcm")
-    image.save(tmp_path / "chunk.png")
-    (tmp_path / "chunk.png").write_bytes((tmp_path / "chunk.png").read_bytes().replace(b"IDAT", b"I\0AT"))
     image.save(tmp_path / "large.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    for name in ("empty.dcm", "chunk.png", "large.png"):
+    for name in ("empty.dcm", "large.png"):
         with pytest.raises((ValueError, OSError)):
             open_upright(tmp_path / name)
 
 
-def test_pydicoms_own_files_open():
-    """All of one frame, but those damaged on purpose and lossy JPEG of 12 bits, which GDCM does not decode."""
+def test_pydicoms_example_files_open():
+    """All with one frame, except those damaged on purpose and 12-bit lossy JPEG, which GDCM cannot decode."""
     opened, failed = [], set()
     folder = Path(pydicom.data.get_testdata_file("CT_small.dcm")).parent
     for path in filter(is_dicom, sorted(folder.rglob("*"))):
@@ -114,14 +114,14 @@ def test_pydicoms_own_files_open():
 
 
 @pytest.mark.parametrize("size", [(400, 300), (30, 77), (64, 64)])
-def test_a_square_is_padded_and_goes_back(size):
+def test_square_keeps_the_aspect_ratio(size):
     image = square(Image.new("L", size, 255), 64, Image.Resampling.BILINEAR)
     left, top, right, bottom = square_box(size, 64)
     inside = np.asarray(image) > 0
     assert inside.sum() == inside[top:bottom, left:right].size
     assert abs((right - left) / (bottom - top) / (size[0] / size[1]) - 1) < 0.02
     assert np.abs([left + right - 64, top + bottom - 64]).max() <= 1
-    # a mask of half the resolution covers the same pixels
+    # a mask at half the resolution covers the same pixels
     mask = square(Image.new("1", (size[0] // 2, size[1] // 2), 1), 64, Image.Resampling.NEAREST)
     assert (np.asarray(mask) != inside).mean() < 0.02
 
@@ -129,7 +129,7 @@ def test_a_square_is_padded_and_goes_back(size):
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_rows_from_every_kind_of_table(tmp_path):
+def test_csv_and_parquet_give_the_same_rows(tmp_path):
     values = {"File": ["a.png", "b.png"], "Patient ID": ["007", ""]}
     pd.DataFrame(values).to_parquet(tmp_path / "t.parquet")
     (tmp_path / "t.csv").write_text("\ufeffFile;Patient ID\na.png; 007 \nb.png;\n")
@@ -154,7 +154,7 @@ def test_the_same_rows_from_every_kind_of_table(tmp_path):
         ),
     ],
 )
-def test_a_bad_table_is_one_line(tmp_path, text, message):
+def test_bad_table(tmp_path, text, message):
     (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=message) as raised:
         read_table(tmp_path / "t.csv")
@@ -162,27 +162,25 @@ def test_a_bad_table_is_one_line(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
-def test_every_spreadsheets_encoding_is_read_and_said(tmp_path, capsys, encoding):
+def test_encodings_of_spreadsheets(tmp_path, capsys, encoding):
     path = tmp_path / "t.csv"
     path.write_bytes("Größe;Ort\r\n63,5;Köln\r\n;Ærø\r\n;\r\n\r\n".encode(encoding))
     assert [row for _, row in read_table(path)] == [{"größe": "63.5", "ort": "Köln"}, {"größe": "", "ort": "Ærø"}]
-    said = {"utf-16": ["read as UTF-16"], "cp1252": ["read as Windows-1252"]}.get(encoding, [])
-    expected = [f"{path}: {line}" for line in (*said, "decimal commas in größe")]
+    notes = {"utf-16": ["read as UTF-16"], "cp1252": ["read as Windows-1252"]}.get(encoding, [])
+    expected = [f"{path}: {line}" for line in (*notes, "decimal commas in größe")]
     assert capsys.readouterr().out.splitlines() == expected
 
 
-def test_decimal_commas_are_those_of_a_whole_column(tmp_path):
-    """Not of one cell beside others, nor thousands in English."""
-    cells = {"age": ["63,5", "70", "NA", "-1,25e2"], "mixed": ["1,5", "2.5", "", "3"], "text": ["1,5", "x", "2", "3"]}
-    (tmp_path / "t.csv").write_text("\n".join(";".join(row) for row in zip(*([n, *c] for n, c in cells.items()))))  # noqa: B905
-    rows = [row for _, row in read_table(tmp_path / "t.csv")]
-    assert [row["age"] for row in rows] == ["63.5", "70", "NA", "-1.25e2"]
-    assert [[row[name] for row in rows] for name in ("mixed", "text")] == [cells["mixed"], cells["text"]]
+def test_decimal_commas(tmp_path):
+    """In a column of numbers only, and not where they may be English thousands separators."""
+    (tmp_path / "t.csv").write_text("age;mixed;text\n63,5;1,5;1,5\nNA;2.5;x\n-1,25e2;;2\n")
+    rows = [list(row.values()) for _, row in read_table(tmp_path / "t.csv")]
+    assert rows == [["63.5", "1,5", "1,5"], ["NA", "2.5", "x"], ["-1.25e2", "", "2"]]
     (tmp_path / "t.csv").write_text('a,b,c\n"1,234","0,5","1,5"\n900,"1,25",2\n')
     assert read_table(tmp_path / "t.csv")[0][1] == {"a": "1,234", "b": "0.5", "c": "1.5"}
 
 
-def test_a_patients_split_depends_on_seed_and_name_alone():
+def test_split_depends_only_on_seed_and_patient():
     shares = parse_shares("80,10,10")
     assert shares == pytest.approx(parse_shares("0.8,0.1,0.1"))
     splits = [split_of(str(patient), 3, shares) for patient in range(20_000)]
@@ -197,14 +195,14 @@ def test_a_patients_split_depends_on_seed_and_name_alone():
             parse_shares(text)
 
 
-def test_a_patient_in_a_name():
+def test_patient_pattern():
     assert [patient_in(form, "P12_3.png") for form in (r"^(P\d+)_", r"P\d", "^X")] == ["P12", "P1", ""]
     with pytest.raises(InputError, match="--patient_pattern .*: not a regular expression"):
         patient_in("(", "P12")
 
 
-def test_what_predict_asks(tmp_path):
-    """A folder's images, but not the figures of a run in it; one file, whatever its ending; a CSV's own questions."""
+def test_images_and_questions_for_predict(tmp_path):
+    """A folder's images without the figures of a run in it; one file of any name; a CSV with its own questions."""
     names = ["a.png", "run/figures/curves.png", "run/b.JPG", "figures/c.png", "run/run_id", "run/notes.txt"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the pages say is so: links, files, commands and flags; tables of the demos; which flags there are."""
+"""The pages: links, files, commands and flags that they name, the demos' configs and tables; and all flags."""
 
 import re
 import shlex
@@ -20,19 +20,19 @@ SCRIPTS = {
     "compressed_ad": "train.py",
 }
 PAGES = ["README.md", *(f"tasks/{task}/README.md" for task in SCRIPTS), "docs/running.md", "docs/new_task.md"]
-# their flags are not ours
+# programs whose flags are not checked
 OTHER_PROGRAMS = "torchrun accelerate deepspeed srun nvidia-smi tensorboard hf sbatch kubectl docker pip".split()
-# of torchrun, SLURM, and of commands of ours that load torch before they would print their help
+# flags of torchrun, SLURM, the launchers and the tools
 OTHER_FLAGS = {"--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--rdzv_conf"}
 OTHER_FLAGS |= {"--gpu_memory", "--gpus", "--script", "--steps", "--tolerance", "--num_gpus", "--method"}
-# a path that begins so is a file of this repository; a user's own data lie elsewhere
+# folders of this repository; users' data are in other folders
 OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "tools/", "utils/", "examples/")
 NOT_YET_THERE = ("benchmarks/gpu/", "<", "*")
 
 
 @cache
 def help_flags(*command: str) -> set[str]:
-    """Every flag in the --help of a script or a module of ours, the keys of a --config file among them."""
+    """Return the flags in the --help of a script or tool, including the keys of a --config file."""
     if command[0].startswith("tools"):
         command = ("-m", *command)
     command = [sys.executable, *command, "--help"]
@@ -51,12 +51,12 @@ def read(page: str) -> str:
 
 
 def section(page: str, title: str) -> str:
-    """The text under a heading of the second level."""
+    """Return the text under a second-level heading."""
     return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def prose(page: str) -> str:
-    """The page without its blocks of code and without the guide's own words, the first column of its table."""
+    """Return a page without code blocks and without the first column of the guide's table, which quotes the guide."""
     text = re.sub("^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
     before, title, table = text.partition("as it works here\n")
     table, heading, after = table.partition("\n## ")
@@ -64,19 +64,19 @@ def prose(page: str) -> str:
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of each command in the page's blocks of shell, and of each piece of code in its text."""
+    """Return the words of each command in a page's shell blocks, and of each `code` in its text."""
     lines = re.findall("`([^`]+)`", prose(page))
     for block in re.findall("^```bash\n(.*?)^```$", read(page), flags=re.DOTALL | re.MULTILINE):
-        # a variable such as RUN="train.py --config FILE" holds a part of a command
+        # replace variables such as RUN="train.py --config FILE"
         for name, value in re.findall(r'(\w+)="([^"]*)"', block):
             block = block.replace(f"${name}", value)
         lines += block.replace("\\\n", " ").replace("\\", "/").splitlines()
-    # a place to fill in, such as <node0_ip>, is no redirection
+    # <node0_ip> is a placeholder, not a redirection
     return [shlex.split(re.sub("[<>']", "", line), comments=True) for line in lines]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files_and_headings(page):
+def test_links(page):
     for target in re.findall(r"\]\(([^)]+)\)", read(page)):
         if not target.startswith("https://"):
             path, _, heading = target.partition("#")
@@ -88,15 +88,15 @@ def test_links_lead_to_files_and_headings(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_a_page_names_exist(page):
+def test_named_files_exist(page):
     for word in {word.removeprefix("./") for words in commands(page) for word in words}:
         if word.startswith(OUR_FOLDERS) or re.fullmatch(r"(train|run_|launch_)\w*\.(py|sh|bat)", word):
             assert (ROOT / word).exists() or any(part in word for part in NOT_YET_THERE), word
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_flags_that_a_page_names_exist(page):
-    """A flag behind a script's name is that script's; elsewhere it is of the page's script, or of any."""
+def test_named_flags_exist(page):
+    """Flags after a script's name are that script's flags; other flags are of the page's script, or of any script."""
     ours = [SCRIPTS[task] for task in SCRIPTS if f"tasks/{task}/" in page] or list(SCRIPTS.values())
     tools = [("tools.sample_data", task) for task in SCRIPTS]
     tools += [("tools.prepare_data", task) for task in ("prs_med", "mimic_cxr")]
@@ -112,8 +112,8 @@ def test_flags_that_a_page_names_exist(page):
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_a_demos_settings_are_in_one_file(task):
-    """That the Makefile's target uses and the page names; its table is as wide as a console."""
+def test_demo(task):
+    """The Makefile and the page use the same config, and the page's table fits into a terminal."""
     (config,) = (ROOT / "configs").glob(f"{task}_demo.*")
     target = read("Makefile").split(f"\ndemo-{task}:", 1)[1].split("\n\n")[0]
     assert f"--config configs/{config.name}" in target
@@ -135,7 +135,7 @@ EPOCHS = "num_epochs epochs "
 OWN = {
     "train_prs_med.py": EPOCHS
     + """
-    data_root annotations skip_bad_rows skip_data_check patient_column patient_pattern questions_per_image
+    data_root annotations skip_bad_rows patient_column patient_pattern questions_per_image
     cache_gb augmentation reword absent vlm_path sam_path image_size lora_rank lora_alpha lora_dropout
     gradient_checkpointing no-gradient_checkpointing lambda_seg lambda_txt lr_scaling lr_schedule scheduler warmup_steps
     weight_decay eval_split generate_every unet_steps max_new_tokens predict question
@@ -143,7 +143,7 @@ OWN = {
     "train_mimic_cxr.py": EPOCHS
     + """
     data_path chexpert_uncertain questions_per_image max_samples augmentation image_size image_encoder
-    text_encoder dropout max_question_length freeze_image freeze_text gradient_checkpointing
+    text_encoder dropout freeze_image freeze_text gradient_checkpointing
     no-gradient_checkpointing pretrained_weights chexpert_weight lr_schedule scheduler warmup_steps weight_decay
     auto_optimize no_auto_optimize use_deepspeed use_ddp deepspeed_config prefetch_factor eval_split
     eval_samples save_predictions predict question head
@@ -177,5 +177,5 @@ OWN = {
 
 @pytest.mark.parametrize("script", OWN)
 def test_flags_are_a_decision(script):
-    """A new one is entered here; about 40 are shown in --help, the others are keys of a --config file."""
+    """A new flag is also added here."""
     assert help_flags(script) == {f"--{name}" for name in (COMMON + " " + OWN[script]).split()}

@@ -1,7 +1,7 @@
 """configs/slurm/train.sbatch under a real SLURM of two nodes on this machine.
 
-Each node has a network, a host name and a slurmd of its own. All of it lives in one PID namespace, which ends with the
-tests. Needs root and Debian's slurm-wlm, munge and iproute2, which .ci/run installs.
+Each node has its own network, host name and slurmd. All processes share a PID namespace, which ends with the tests.
+Needs root and Debian's slurm-wlm, munge and iproute2, which .ci/run installs.
 """
 
 import os
@@ -46,7 +46,7 @@ NodeName=n1 NodeAddr=10.77.0.1 CPUs=16 RealMemory=8000 Gres=gpu:8
 NodeName=n2 NodeAddr=10.77.0.2 CPUs=16 RealMemory=8000 Gres=gpu:8
 PartitionName=main Nodes=ALL Default=YES
 """
-# a node waits for its end of the cable
+# starts a node; it waits for its network device
 NODE = """
 set -e
 node=$1
@@ -57,7 +57,7 @@ until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
 ip link set lo up
 ip address add 10.77.0.$node/24 dev eth0
 ip link set eth0 up
-# the second does without IPv6
+# only node 1 has IPv6
 echo $((node - 1)) >/proc/sys/net/ipv6/conf/all/disable_ipv6
 exec slurmd -D -N n$node
 """
@@ -83,7 +83,7 @@ done
 wait
 """
 FLAGS = f"--deterministic --num_workers 0 --log_every 1 --save_every 3 --dist_timeout 60 {MINIMAL.flags}"
-# each step takes longer, until the job was requeued
+# examples/minimal.py with slow steps until the job is requeued
 SLOW = """
 import os, runpy, sys, time
 sys.path[:0] = ["{root}", "{root}/examples"]
@@ -98,7 +98,7 @@ runpy.run_path("{root}/examples/minimal.py", run_name="__main__")
 
 
 class Cluster:
-    """SLURM's daemons, and a folder from which jobs are submitted; their output is <job>.log there."""
+    """SLURM's daemons, and the folder from which jobs are submitted and where <job>.log holds a job's output."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -109,7 +109,7 @@ class Cluster:
         (folder / "node.sh").write_text(NODE)
         known = {"head": "10.77.0.254", "n1": "10.77.0.1", "n2": "10.77.0.2"}
         for name in known:
-            # as on Debian, a node finds itself at 127.0.1.1
+            # as on Debian, a node's own name resolves to 127.0.1.1
             seen = known | ({name: "127.0.1.1"} if name != "head" else {}) | {"localhost": "127.0.0.1"}
             lines = [f"{address} {host}\n" for host, address in seen.items()]
             (folder / f"hosts_{name}").write_text("".join(lines))
@@ -120,7 +120,7 @@ class Cluster:
         (folder / ".venv/bin/activate").write_text(f"PATH={PATH['PATH']}\n")
         (folder / "slow.py").write_text(SLOW.format(root=ROOT))
         self.environment = os.environ | PATH | {"SLURM_CONF": f"{folder}/slurm.conf"}
-        # when this process ends, unshare ends, and with it all others of its namespace
+        # unshare ends with this process and ends all processes in its namespace
         start = "setpriv --pdeathsig KILL unshare --mount --uts --net --pid --fork --kill-child --mount-proc bash -c"
         with open(folder / "daemons.txt", "w") as output:
             self.daemons = subprocess.Popen(
@@ -132,7 +132,7 @@ class Cluster:
             time.sleep(0.1)
 
     def run(self, command: str, check: bool = True) -> str:
-        """What a command on the head node writes."""
+        """Return the output of a command on the head node."""
         first = psutil.Process(self.daemons.pid).children()
         where = ["nsenter", "-t", str(first[0].pid if first else 0), "-m", "-u", "-n", "-p"]
         done = subprocess.run(
@@ -143,7 +143,7 @@ class Cluster:
         return done.stdout
 
     def submit(self, options: str, script: str, flags: str, job: Path = ROOT / "configs/slurm/train.sbatch") -> str:
-        """The number of a new job, on two nodes unless the options say otherwise; %j in them is that number."""
+        """Submit a job with one task on each of two nodes, unless the options differ; return its number."""
         command = f"sbatch --parsable --output=%j.log --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 {options}"
         return self.run(f"{command} {job} {script} {flags}").strip()
 
@@ -152,7 +152,7 @@ class Cluster:
         return self.submit(options, script, f"{FLAGS} --output_dir {folder} {flags}")
 
     def about(self, job: str, name: str) -> str:
-        """What SLURM knows of a job: JobState, ExitCode, Restarts, ..."""
+        """Return a job's JobState, ExitCode, Restarts, ... from scontrol."""
         return re.search(rf"\b{name}=(\S+)", self.run(f"scontrol show job {job}"))[1]
 
     def log(self, job: str) -> str:
@@ -166,13 +166,13 @@ class Cluster:
             time.sleep(0.1)
 
     def end(self, job: str, state: str) -> str:
-        """A job's output, when it has ended in that state and was not requeued since; the state holds the exit code."""
+        """Wait until a job has ended, check its state and exit code, and return its output."""
         deadline = time.monotonic() + 240
         while (now := self.about(job, "JobState")) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
             assert time.monotonic() < deadline, self.log(job)
             if self.about(job, "Reason") == "BeginTime":
-                # Requeued, and SLURM would wait for two minutes. It kills a job that starts in the second of the
-                # requeue, as it has revoked its credential.
+                # SLURM would delay the requeued job by two minutes. A job that starts in the second of its requeue is
+                # killed, because its credential was just revoked.
                 time.sleep(2)
                 self.run(f"scontrol update jobid={job} starttime=now")
             time.sleep(0.2)
@@ -193,40 +193,34 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """alone(seed): the run folder of the same training by one process without SLURM."""
-    made = {}
-
-    def make(seed: int) -> Path:
-        if seed not in made:
-            made[seed] = tmp_path_factory.mktemp("alone") / "run"
-            words = f"{ROOT}/examples/minimal.py {FLAGS} --seed {seed} --output_dir {made[seed]}".split()
-            subprocess.run([sys.executable, *words], check=True, capture_output=True)
-        return made[seed]
-
-    return make
+    """The run folder of the same training in one process without SLURM."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    words = f"{ROOT}/examples/minimal.py {FLAGS} --output_dir {folder}".split()
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def at_its_limit(cluster, tmp_path_factory):
-    """(job, run folder) that its time limit stops in mid-training: begun first, as SLURM looks every 30 s."""
+    """(job, run folder) of a job that exceeds its time limit; started first, because SLURM checks every 30 s."""
     folder = tmp_path_factory.mktemp("limit") / "run"
     return cluster.minimal(folder, "--time=2 --export=ALL,PAUSE=1", slow=True), folder
 
 
-def test_two_nodes_are_one_process(cluster, alone, tmp_path):
-    """Three tasks on two nodes: the same bits, and nothing in the log but the run's own lines."""
+def test_two_nodes_match_one_process(cluster, alone, tmp_path):
+    """Three tasks on two nodes give the same bits, and the log has only the run's own lines."""
     job = cluster.minimal(tmp_path / "run", "--ntasks=3 --ntasks-per-node=2")
     text = cluster.end(job, "COMPLETED 0:0")
-    assert_same(tmp_path / "run", alone(0))
+    assert_same(tmp_path / "run", alone)
     assert "processes          3 by srun, cpu" in text
     others = [line for line in text.splitlines() if not re.match("  |==|val/|epoch |done;", line)]
-    # 22.05 says so where the nodes have different numbers of tasks
+    # printed by SLURM 22.05 if the nodes have different numbers of tasks
     assert all("can't honor --ntasks-per-node" in line for line in others), others
 
 
 @pytest.mark.parametrize(("flag", "state"), [("", "CANCELLED 0:15"), ("--signal=TERM", "FAILED 143:0")])
-def test_cancelled(cluster, flag, state, tmp_path):
-    """The run saves, and the job does not come back."""
+def test_cancelled_job(cluster, flag, state, tmp_path):
+    """The run saves a checkpoint, and the job is not requeued."""
     job = cluster.minimal(tmp_path / "run", "--cpus-per-task=2", slow=True)
     cluster.wait_for(job, "step 2/36")
     cluster.run(f"scancel {flag} {job}")
@@ -237,8 +231,8 @@ def test_cancelled(cluster, flag, state, tmp_path):
     assert cluster.about(job, "Restarts") == "0"
 
 
-def test_a_killed_task(cluster, alone, tmp_path):
-    """The job ends with the cause; submitted again, it goes on."""
+def test_killed_task(cluster, alone, tmp_path):
+    """The job ends and names the task; submitted again, it resumes."""
     job = cluster.minimal(tmp_path / "run", slow=True)
     cluster.wait_for(job, "step 4/36")
     folder = str(tmp_path / "run")
@@ -249,10 +243,10 @@ def test_a_killed_task(cluster, alone, tmp_path):
     text = cluster.end(job, "FAILED 137:0")
     assert "n2: task 1: Killed" in text
     cluster.end(cluster.minimal(tmp_path / "run"), "COMPLETED 0:0")
-    assert_same(tmp_path / "run", alone(0))
+    assert_same(tmp_path / "run", alone)
 
 
-def test_wrong_input(cluster, tmp_path):
+def test_invalid_input(cluster, tmp_path):
     job = cluster.minimal(tmp_path / "run", flags="--batch_size 0")
     text = cluster.end(job, "FAILED 2:0")
     assert error_lines(text) == [text.splitlines()[0]]
@@ -260,16 +254,16 @@ def test_wrong_input(cluster, tmp_path):
     assert cluster.about(job, "Restarts") == "0"
 
 
-def test_an_array_of_two_seeds(cluster, alone, tmp_path):
-    """%a in the flags is a job's number."""
+def test_array_of_two_seeds(cluster, tmp_path):
+    """%a in the flags becomes the number of the array's job."""
     first = cluster.minimal(tmp_path / "seed_%a", "--array=0-1 --nodes=1", "--seed %a")
     for seed in (0, 1):
         cluster.end(f"{first}_{seed}", "COMPLETED 0:0")
-        assert_same(tmp_path / f"seed_{seed}", alone(seed))
+        assert f"\nseed: {seed}\n" in (tmp_path / f"seed_{seed}" / "args.yaml").read_text()
 
 
 def test_two_scripts_in_one_job(cluster, alone, tmp_path):
-    """Each srun of a job has a port of its own."""
+    """Each srun of a job uses another port."""
     job = tmp_path / "both.sbatch"
     begin = "srun --exact --ntasks=2 --gpus-per-node=1 --cpus-per-task=1"
     runs = [f"{begin} python $1 {FLAGS} --output_dir {tmp_path}/{name} &" for name in "ab"]
@@ -277,13 +271,13 @@ def test_two_scripts_in_one_job(cluster, alone, tmp_path):
     options = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2"
     cluster.end(cluster.submit(options, f"{ROOT}/examples/minimal.py", "", job), "COMPLETED 0:0")
     for name in "ab":
-        assert_same(tmp_path / name, alone(0))
+        assert_same(tmp_path / name, alone)
 
 
-def test_a_time_limit(cluster, alone, at_its_limit):
-    """SIGTERM before the limit: the run saves, the job comes back, resumes by itself, and is the same."""
+def test_time_limit(cluster, alone, at_its_limit):
+    """On SIGTERM before the limit, the run saves; the job is requeued, resumes and gives the same bits."""
     job, folder = at_its_limit
     text = cluster.end(job, "COMPLETED 0:0")
-    # SLURM may look again while the second start is at work, or has not begun to train
+    # SLURM may stop the second start too, also before it trains
     assert 1 <= text.count("signal: saved at step") <= int(cluster.about(job, "Restarts"))
-    assert_same(folder, alone(0))
+    assert_same(folder, alone)

@@ -1,4 +1,4 @@
-"""utils/stats.py: how often intervals by case hold the truth, known formulas, and the image of another case."""
+"""utils/stats.py: coverage of the intervals, closed forms, resamples, and pairing with other cases."""
 
 import numpy as np
 import pytest
@@ -8,42 +8,40 @@ from utils.stats import interval_of_mean, interval_of_resamples, other_cases, re
 
 
 def draw_dice(rng, patients: int, found: float):
-    """(values, cases): 1 to 8 Dice around 0.8 per patient, who differ, but 0 where a mask is missed."""
+    """(values, cases): 1 to 8 correlated Dice scores around 0.8 per patient; 0 where a mask is not found."""
     cases = np.repeat(np.arange(patients), rng.integers(1, 9, patients))
     seen, level = (rng.beta(a, b, patients)[cases] for a, b in ((9 * found, 9 * (1 - found)), (12, 3)))
     return (rng.random(len(cases)) < seen) * rng.beta(20 * level, 20 * (1 - level)), cases
 
 
 @pytest.mark.parametrize(("patients", "found"), [(20, 0.7), (60, 0.95)])
-def test_95_of_100_intervals_hold_the_true_mean(patients, found):
+def test_95_of_100_intervals_contain_the_true_mean(patients, found):
     rng = np.random.default_rng(0)
     intervals = [interval_of_mean(*draw_dice(rng, patients, found)) for _ in range(500)]
     assert 0.93 <= np.mean([low <= 0.8 * found <= high for low, high in intervals]) <= 0.97
 
 
-def test_known_formulas():
-    # each row its own case: Clopper and Pearson's, but for the uncertainty of the variance
+def test_interval_of_mean_matches_closed_forms():
+    # each row is a case: the Clopper-Pearson interval, except that the variance is estimated
     right = np.repeat([1.0, 0.0], [90, 10])
     exact = stats.binomtest(90, 100).proportion_ci()
     assert interval_of_mean(right, np.arange(100)) == pytest.approx(exact, abs=2e-3)
-    # copies of a row tell nothing new
+    # copies of a row carry no information
     copies = np.repeat(right, 10), np.repeat(np.arange(100), 10)
     assert interval_of_mean(*copies) == pytest.approx(interval_of_mean(right, np.arange(100)))
     # paired differences: Student's t
     differences = np.random.default_rng(0).normal(size=40)
     expected = stats.ttest_1samp(differences, 0).confidence_interval()
     assert interval_of_mean(differences, np.arange(40), bounded=False) == pytest.approx(expected)
-    # all ten patients are right, of whom a third might be wrong all the same
+    # no variance: the exact interval of ten successes in ten
     cases = np.repeat(np.arange(10), 3)
-    low, high = interval_of_mean(np.ones(30), cases)
-    assert 0.6 < low < 0.75
-    assert high == 1
-    unknown = [([0.5, 0.7], ["a", "a"]), ([], []), (np.full(30, 0.1), cases, False)]
-    assert np.isnan([interval_of_mean(*values) for values in unknown]).all()
+    assert interval_of_mean(np.ones(30), cases) == pytest.approx(stats.binomtest(10, 10).proportion_ci())
+    undefined = [([0.5, 0.7], ["a", "a"]), ([], []), (np.full(30, 0.1), cases, False)]
+    assert np.isnan([interval_of_mean(*values) for values in undefined]).all()
 
 
-def test_cases_are_drawn_anew_within_strata():
-    """A case's rows together, as many cases in each stratum as there are."""
+def test_resamples_draw_cases_within_strata():
+    """The rows of a case stay together, and each stratum keeps its number of cases."""
     case = np.array([5, 5, 7, 8, 9, 9, 4])
     stratum = np.array([0, 0, 0, 0, 1, 1, 1])
     counts = resample_cases(case, stratum)
@@ -54,8 +52,8 @@ def test_cases_are_drawn_anew_within_strata():
     assert set(counts[:, 4]) == {0, 1, 2}
 
 
-def test_an_interval_of_resamples_and_how_tables_show_it():
-    """Unknown where it would rest on half of the resamples or fewer."""
+def test_interval_of_resamples_and_its_text():
+    """Undefined unless more than half of the resamples are finite."""
     values = np.append(np.arange(1001.0), np.full(1000, np.nan))
     assert interval_of_resamples(values) == (25, 975)
     assert shown(500, *interval_of_resamples(values), digits=1) == "500.0 (25.0, 975.0)"
@@ -69,7 +67,7 @@ def test_other_cases():
     others = other_cases(cases, kinds, seed=1)
     assert all(cases[row] != cases[other] for row, other in enumerate(others))
     assert all(kinds[row] == kinds[other] for row, other in enumerate(others) if row != 7)
-    # a ring: each case is shown to exactly one other, and the order is drawn from the seed
+    # a ring: each case gets exactly one other case, in an order drawn from the seed
     assert len({(cases[row], cases[other]) for row, other in enumerate(others)}) == len(set(cases))
     assert others == other_cases(cases, kinds, seed=1) != other_cases(cases, kinds, seed=2)
     assert other_cases(["a", "a"], ["CT", "MRI"], seed=0) is None

@@ -1,7 +1,8 @@
-"""tools/verify.py: runs compared, steps repeated, and nothing of somebody else's run folder executed."""
+"""tools/verify.py: compares runs, repeats steps, and executes nothing from an untrusted run folder."""
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def check(*words) -> int:
-    """The exit code of the command."""
+    """Return the command's exit code."""
     try:
         return verify.main(verify.parse_args([str(word) for word in words]))
     except InputError as error:
@@ -49,7 +50,7 @@ def edit_log(folder: Path, change) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_two_runs(trained, copy, capsys):
+def test_compare_runs(trained, copy, capsys):
     edit_log(copy, lambda log: log[0].update({"train/samples_per_s": 1.0}))
     assert check(trained, copy) == 0
     assert capsys.readouterr().out.count("equal to the bit") == 2
@@ -65,7 +66,7 @@ def test_two_runs(trained, copy, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "within"),
+    ("change", "line", "code_with_tolerance"),
     [
         (lambda log: log[2].update({"train/lr": math.nextafter(log[2]["train/lr"], 1)}), "line 3, step 6: train/lr", 0),
         (lambda log: log[2].update({"train/loss": log[2]["train/loss"] * 1.01}), "relative difference: 9.90e-03", 1),
@@ -73,41 +74,40 @@ def test_two_runs(trained, copy, capsys):
         (lambda log: log.pop(), "one log is longer", 1),
     ],
 )  # fmt: skip
-def test_different_logs(trained, copy, capsys, change, told, within):
+def test_different_logs(trained, copy, capsys, change, line, code_with_tolerance):
     edit_log(copy, change)
     assert check(trained, copy) == 1
-    assert told in capsys.readouterr().out
-    assert check(trained, copy, "--tolerance", 1e-6) == within
+    assert line in capsys.readouterr().out
+    assert check(trained, copy, "--tolerance", 1e-6) == code_with_tolerance
 
 
-def test_repeated_steps(trained, copy, capfd):
-    """From an older checkpoint where a newer one is damaged or a link; the run folder stays as it is."""
-    for name in ("step_00000009.pt", "best.pt"):
-        (copy / name).unlink()
-    (copy / "step_00000009.pt").symlink_to(trained / "step_00000009.pt")
+def test_repeated_steps(copy, capfd):
+    """Start from step 3, because newer checkpoints are damaged or a link, find an edited line, and change no file."""
+    (copy / "best.pt").unlink()
+    (copy / "step_00000009.pt").rename(copy / "moved")
+    (copy / "step_00000009.pt").symlink_to(copy / "moved")
     damaged = bytearray((copy / "step_00000006.pt").read_bytes())
     damaged[100] ^= 1
     (copy / "step_00000006.pt").write_bytes(damaged)
+    edit_log(copy, lambda log: [line.update({"train/loss": 0.5}) for line in log if line["step"] == 14])
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    assert check(copy, "--steps", "11:15") == 0
+    assert check(copy, "--steps", "11:15") == 1
     assert before == {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
     text = capfd.readouterr().out
     assert "(step 3)" in text
-    assert "equal to the bit" in text
-    edit_log(copy, lambda log: [line.update({"train/loss": 0.5}) for line in log if line["step"] == 14])
-    assert check(copy, "--steps", "11:15") == 1
-    assert "train/loss is 0.5 and " in capfd.readouterr().out
+    # the lines before it are equal
+    assert re.search(r"first difference: line \d, step 14: train/loss is 0.5 and ", text)
 
 
 @pytest.mark.parametrize(
-    ("planted", "told"),
+    ("planted", "line"),
     [
         ({"environment": {"LD_PRELOAD": "evil.so"}}, "environment"),
         ({"script": "{folder}/evil.py"}, "evil.py' in this project"),
         ("!!python/object/apply:os.system ['touch {folder}/executed']", "not valid YAML"),
     ],
 )
-def test_nothing_planted_is_executed(copy, capfd, planted, told):
+def test_nothing_from_a_run_folder_is_executed(copy, capfd, planted, line):
     for name in ("evil.py", "sitecustomize.py", "utils.py"):
         (copy / name).write_text(f"open({str(copy / 'executed')!r}, 'w')")
     text = planted
@@ -115,11 +115,11 @@ def test_nothing_planted_is_executed(copy, capfd, planted, told):
         text = yaml.safe_dump(yaml.safe_load((copy / "args.yaml").read_text()) | planted)
     (copy / "args.yaml").write_text(text.replace("{folder}", str(copy)))
     assert check(copy, "--steps", "1:2") == 2
-    assert told in "".join(capfd.readouterr())
+    assert line in "".join(capfd.readouterr())
     assert not (copy / "executed").exists()
 
 
-def test_wrong_input(trained, copy):
+def test_invalid_input(trained, copy):
     (copy / "metrics.jsonl").unlink()
     (copy / "metrics.jsonl").symlink_to(trained / "metrics.jsonl")
     for words in ([copy, trained], [trained], [trained, trained, "--steps", "1:2"], [trained, "--steps", "99:101"]):

@@ -32,13 +32,13 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from utils.cli import InputError, Parser, RunError, real, report, run_main, with_flags
+from utils.cli import InputError, Parser, RunError, print_error, real, run_main, with_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 # folders in configs/models with the config.json and tokenizer of published models: for unset flags, and for names on
 # the Hugging Face hub
-STAND_INS = {"vlm_path": "llava_med_v1.5_mistral_7b", "sam_path": "sam_vit_base"}
+DEFAULT_MODELS = {"vlm_path": "llava_med_v1.5_mistral_7b", "sam_path": "sam_vit_base"}
 ON_THE_HUB = {
     "facebook/convnext-base-224": "convnext_base",
     "facebook/dinov3-convnext-base-pretrain-lvd1689m": "dinov3_convnext_base",
@@ -107,7 +107,7 @@ if __name__ == "__main__":
         ARGS, WORDS = parse_args()
         FAKE_CUDA = load_fake_cuda()
     except InputError as error:
-        sys.exit(report(error))
+        sys.exit(print_error(error))
 
 import torch
 from torch import Tensor, nn
@@ -155,14 +155,14 @@ class Trace(TorchDispatchMode):
     """Count the operations on the GPU inside a FakeTensorMode; operations on the host are executed.
 
     now, peak: bytes of live tensors. flops: of matrix products, convolutions and attention; a multiply-add counts as 2.
-    waits: number of host-device syncs by cause and source line.
+    syncs: number of host-device syncs by cause and source line.
     """
 
     def __init__(self):
         super().__init__()
         self.sizes: dict[int, int] = {}
         self.now = self.peak = self.flops = 0
-        self.waits = Counter()
+        self.syncs = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -177,7 +177,7 @@ class Trace(TorchDispatchMode):
 
         # fake tensors have no values, so a read returns a plausible one
         if name in ("_local_scalar_dense", "equal"):
-            self.waits[f"item() in {place()}"] += 1
+            self.syncs[f"item() in {caller_line()}"] += 1
             return name == "equal" or {torch.bool: False}.get(inputs[0].dtype, 1)
         unknown_size = name in ("nonzero", "masked_select", "_unique2")
         if name in ("index", "index_put", "index_put_", "_unsafe_index_put"):
@@ -185,15 +185,16 @@ class Trace(TorchDispatchMode):
             masks = [index for index in indices if index.dtype == torch.bool]
             unknown_size = masks and name == "index"
             if masks or any(index.device.type == "cpu" for index in indices):
-                self.waits[f"index by a mask or from the host in {place()}"] += 1
+                self.syncs[f"index by a mask or from the host in {caller_line()}"] += 1
         if unknown_size:
-            raise RunError(f"{place()}: {name} waits for the GPU to learn the size of its result; use a fixed size")
+            reason = f"{name} waits for the GPU to learn the size of its result"
+            raise RunError(f"{caller_line()}: {reason}; use a fixed size")
 
         out = function(*args, **kwargs)
         outputs = find_tensors((out,))
         moved = name in ("_to_copy", "copy_") and len({x.device.type for x in inputs + outputs}) == 2
         if moved and not kwargs.get("non_blocking", len(args) > 2 and args[2]):
-            self.waits[f"copy {inputs[-1].device.type} -> {outputs[0].device.type} in {place()}"] += 1
+            self.syncs[f"copy {inputs[-1].device.type} -> {outputs[0].device.type} in {caller_line()}"] += 1
         if function.overloadpacket in FLOPS:
             self.flops += FLOPS[function.overloadpacket](*args, **kwargs, out_val=out)
         for tensor in outputs:
@@ -224,7 +225,7 @@ def find_tensors(values) -> list[Tensor]:
     return found
 
 
-def place() -> str:
+def caller_line() -> str:
     """Return `file:line` of the innermost frame outside torch and this file."""
     for frame, line in traceback.walk_stack(None):
         path = frame.f_code.co_filename
@@ -254,7 +255,7 @@ def random_model(cls, path, dtype=None, **_):
     return cls._from_config(cls.config_class.from_pretrained(path), dtype=dtype or torch.float32).eval()
 
 
-def pretend_a_gpu() -> torch.device:
+def enable_fake_gpu() -> torch.device:
     """Enable CUDA tensors inside a FakeTensorMode and patch what does not work with them; return the device."""
     if FAKE_CUDA:
         FAKE_CUDA.use_fake_cuda()
@@ -280,14 +281,14 @@ def main(args: Namespace) -> None:
     script = importlib.import_module(path.stem)
     settings = script.parse_args(WORDS)
     for flag, value in vars(settings).items():
-        folder = STAND_INS.get(flag) if value is None else ON_THE_HUB.get(str(value))
+        folder = DEFAULT_MODELS.get(flag) if value is None else ON_THE_HUB.get(str(value))
         if folder:
             setattr(settings, flag, str(ROOT / "configs" / "models" / folder))
     if hasattr(script, "fill_settings"):
         # compute capability 9.0, and a large node of 64 cores, 256 GiB of RAM and 8 processes
         filled = script.fill_settings(settings, settings.world_size or 1, args.gpu_memory, 9.0, (64, 256.0, 8))
         settings = with_flags(settings, **filled)
-    device = pretend_a_gpu()
+    device = enable_fake_gpu()
     precision, _ = set_precision(settings.mixed_precision, device, settings.deterministic)
     world_size, size, accumulation = settings.world_size or 1, settings.batch_size, settings.gradient_accumulation_steps
     if settings.effective_batch_size:
@@ -311,30 +312,30 @@ def main(args: Namespace) -> None:
         engine.scaler.scale(torch.zeros((), device=device))
         if settings.deterministic or accumulation == world_size == 1:
             optimizer.zero_grad(set_to_none=True)
-        state = trace.peak = trace.now
+        persistent = trace.peak = trace.now
         trace.flops = 0
-        trace.waits.clear()
+        trace.syncs.clear()
 
         with engine.around_micro_batch(last=True):
             script.trial_step(model, batch, settings)
         engine.update(0.0)
 
     # activations scale with the micro-batch; if a smaller one needs accumulation, gradients are allocated meanwhile
-    activations = trace.peak - state
+    activations = trace.peak - persistent
     margin = MARGIN_SHARE * trace.peak + MARGIN_BYTES
-    room = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - state
-    fits = activations <= room
+    available = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - persistent
+    fits = activations <= available
     if accumulation == world_size == 1:
-        room -= gradients
-    largest = max(math.floor(room * size / activations), size * fits, 0)
+        available -= gradients
+    largest = max(math.floor(available * size / activations), size * fits, 0)
 
     rows = {
-        "state": f"{state / GIB:8.2f} GiB  weights, optimizer state, persistent gradients",
+        "state": f"{persistent / GIB:8.2f} GiB  weights, optimizer state, persistent gradients",
         "activations": f"{activations / GIB:8.2f} GiB  including gradients, at the peak",
         "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.4 GiB for memory outside torch's tensors",
         "in all": f"{(trace.peak + margin) / GIB:8.2f} GiB",
         "arithmetic": f"{trace.flops * accumulation / 1e12:8.2f} TFLOP per step and GPU",
-        "host waits": "; ".join(f"{count} x {what}" for what, count in trace.waits.items()) or "none",
+        "host waits": "; ".join(f"{count} x {what}" for what, count in trace.syncs.items()) or "none",
     }
     print(f"{args.script}: {size} samples per GPU x {accumulation} accumulation, {precision}")
     for name, row in rows.items():
@@ -342,10 +343,10 @@ def main(args: Namespace) -> None:
     print(f"{'fits' if fits else 'does not fit'} a GPU of {args.gpu_memory:g} GiB; largest --batch_size: {largest}")
     result = {
         "peak_gib": round(trace.peak / GIB, 4),
-        "state_gib": round(state / GIB, 4),
+        "state_gib": round(persistent / GIB, 4),
         "activations_gib": round(activations / GIB, 4),
         "tflop_per_step": round(trace.flops * accumulation / 1e12, 4),
-        "waits": trace.waits,
+        "waits": trace.syncs,
         "fits": fits,
         "largest_batch": largest,
     }

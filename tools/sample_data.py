@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 
-from utils.cli import HelpFormatter, InputError, RunError, report
+from utils.cli import HelpFormatter, run_main
 
 TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
 
@@ -21,10 +21,7 @@ def main(words: list[str]) -> None:
         formatter_class=HelpFormatter,
     )
     module.add_arguments(parser)
-    try:
-        module.write_sample_data(**vars(parser.parse_args(words[1:])))
-    except (InputError, RunError) as error:
-        sys.exit(report(error))
+    run_main(lambda args: module.write_sample_data(**vars(args)), parser.parse_args(words[1:]))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, pattern, read_config, real, run_main
+from utils.cli import InputError, Parser, read_config, real, run_main, step_range
 
 ROOT = Path(__file__).resolve().parents[1]
 # endings of metrics that depend on the machine's load, not on the computation
-TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
+TIMING_SUFFIXES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
 # flags in args.yaml that are not repeated; --wandb would log the copy into the run's project
 NOT_REPEATED = ("resume_from", "overwrite", "eval_only", "predict", "profile", "wandb")
 
@@ -33,8 +33,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="two run folders to compare, or one with --steps")
     add("--tolerance", type=real(0), default=0.0, help="maximum relative difference that counts as equal")
-    add("--steps", type=pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 11:20"), help="repeat these steps of one run")
-    add("--script", help="script that repeats the steps; default: the script named in the run's args.yaml")
+    add("--steps", type=step_range, metavar="A:B", help="repeat these steps of one run")
     args = parser.parse(argv)
     if len(args.runs) != (1 if args.steps else 2):
         parser.error("give two run folders, or one with --steps A:B")
@@ -63,7 +62,7 @@ def read_log(folder: Path) -> list[dict]:
                 raise ValueError
         except (ValueError, RecursionError):
             raise InputError(f"{path}:{row}: not a line of a run's log; resume the run, which mends it") from None
-        lines.append({name: value for name, value in line.items() if not name.endswith(TIMES)})
+        lines.append({name: value for name, value in line.items() if not name.endswith(TIMING_SUFFIXES)})
     return lines
 
 
@@ -74,9 +73,9 @@ def read_results(folder: Path) -> list[dict]:
     path = find_file(folder, "summary.json")
     try:
         summary = json.loads(path.read_bytes())
-        metrics = {name: value for name, value in summary.items() if "/" in name and not name.endswith(TIMES)}
-        return [{"step": int(summary["steps"]), **{f"summary.json: {name}": metrics[name] for name in metrics}}]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        metrics = {name: value for name, value in summary.items() if "/" in name and not name.endswith(TIMING_SUFFIXES)}
+        return [{"step": int(summary["steps"])} | {f"summary.json: {name}": metrics[name] for name in metrics}]
+    except Exception:
         raise InputError(f"{path}: not a run's summary; resume the run, which writes it anew") from None
 
 
@@ -141,7 +140,7 @@ def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
     shutil.copyfile(usable[max(usable)], copy)
 
 
-def repeat(folder: Path, first: int, last: int, script: str | None) -> tuple[list[dict], list[dict]]:
+def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]:
     """Repeat steps first..last in a scratch folder; return these steps' lines of the original and of the new log.
 
     The run folder is untrusted. The child process gets only a copy of a checkpoint, from which scripts load nothing but
@@ -149,9 +148,9 @@ def repeat(folder: Path, first: int, last: int, script: str | None) -> tuple[lis
     """
     flags = read_config(str(find_file(folder, "args.yaml")))
     scripts = {path.name: path for path in (*ROOT.glob("*.py"), *ROOT.glob("examples/*.py"))}
-    name = script or str(flags.get("script"))
+    name = str(flags.get("script"))
     if name not in scripts:
-        raise InputError(f"{folder / 'args.yaml'}: no script {name!r} in this project; name the run's with --script")
+        raise InputError(f"{folder / 'args.yaml'}: no script {name!r} in this project; correct `script:` there")
     log = read_log(folder)
     lines = [line for line in log if first <= line["step"] <= last]
     if not lines or log[-1]["step"] < last:
@@ -181,7 +180,7 @@ def main(args: Namespace) -> int:
     folders = [Path(run) for run in args.runs]
     if args.steps:
         first, last = map(int, args.steps.split(":"))
-        return 0 if compare_logs(*repeat(folders[0], first, last, args.script), args.tolerance) else 1
+        return 0 if compare_logs(*repeat(folders[0], first, last), args.tolerance) else 1
     logs, results = ([read(folder) for folder in folders] for read in (read_log, read_results))
     if all(results):
         logs = [log + result for log, result in zip(logs, results, strict=True)]

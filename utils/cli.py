@@ -93,10 +93,10 @@ def pattern(form: str, meaning: str) -> Callable[[str], str]:
     return parse
 
 
-def window(text: str) -> str:
+def step_range(text: str) -> str:
     """argparse type: two steps A:B with A <= B."""
-    found = re.fullmatch(r"([1-9]\d{0,17}):([1-9]\d{0,17})", text)
-    if not found or int(found[1]) > int(found[2]):
+    steps = re.fullmatch(r"([1-9]\d{0,17}):([1-9]\d{0,17})", text)
+    if not steps or int(steps[1]) > int(steps[2]):
         raise argparse.ArgumentTypeError(f"must be the first and the last step, as 10:12, not {text!r}")
     return text
 
@@ -147,7 +147,7 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(unknown[1], names, n=1)
             key, dashes = ("key", "") if self.source else ("flag", "--")
             message = f"unknown {key} {dashes}{unknown[1]}" + (f"; did you mean {dashes}{near[0]}?" if near else "")
-        sys.exit(report(InputError(f"{self.source}{message}; see --help")))
+        sys.exit(print_error(InputError(f"{self.source}{message}; see --help")))
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
         """Parse the command line; it takes precedence over --config, and --config over defaults."""
@@ -160,7 +160,10 @@ class Parser(argparse.ArgumentParser):
                 path = path.replace("config/", "configs/", 1)
             # the command line parsed, so any error now is in the file; file flags go first so the command line wins
             self.source = f"{path}: "
-            args = self.parse_args([*self.config_words(path), *words])
+            try:
+                args = self.parse_args([*self.config_words(path), *words])
+            except InputError as error:
+                sys.exit(print_error(error))
             args.config, self.source = path, ""
         trains = not (getattr(args, "eval_only", False) or getattr(args, "predict", None))
         if trains and getattr(args, "wandb", None) and importlib.util.find_spec("wandb") is None:
@@ -174,6 +177,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def given(self, argv: list[str] | None = None) -> set[str]:
+        """Return the names of the flags on the command line."""
         words = sys.argv[1:] if argv is None else argv
         actions = (self._option_string_actions.get(word.partition("=")[0]) for word in words)
         return {action.dest for action in actions if action}
@@ -185,26 +189,27 @@ class Parser(argparse.ArgumentParser):
         for section in self.sections:
             inner = values.pop(section, None) or {}
             if not isinstance(inner, dict):
-                sys.exit(report(InputError(f"{path}: {section}: must hold `flag: value` lines; correct the file")))
+                raise InputError(f"{path}: {section}: must hold `flag: value` lines; correct the file")
             values |= inner
         for key, value in values.items():
             flag = f"--{key}"
             if key == "script":
                 # not a flag: a run's args.yaml also names its script
                 continue
-            if isinstance(value, bool):
-                # `key: false` becomes --no-key if that flag exists, else nothing: other switches are off by default
-                off = f"--no-{key}"
-                known = flag in self._option_string_actions
-                words += [flag] if value or not known else [off] * (off in self._option_string_actions)
+            if value is False and flag in self._option_string_actions:
+                # switches without a --no- form are off by default
+                if f"--no-{key}" in self._option_string_actions:
+                    words.append(f"--no-{key}")
+            elif isinstance(value, bool):
+                words.append(flag)
             elif value is not None:
-                values = value if isinstance(value, list) else [value]
-                words += [flag, *(item if isinstance(item, str) else json.dumps(item) for item in values)]
+                items = value if isinstance(value, list) else [value]
+                words += [flag, *(item if isinstance(item, str) else json.dumps(item) for item in items)]
         return words
 
 
 def read_config(path: str) -> dict:
-    """Read a YAML or JSON mapping (JSON may contain // comments); exit with a one-line error if that fails."""
+    """Read a YAML or JSON mapping (JSON may contain // comments). Raises InputError."""
     import yaml
 
     try:
@@ -213,13 +218,13 @@ def read_config(path: str) -> dict:
             text = re.sub(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*', lambda found: found[1] or "", text)
         values = yaml.safe_load(text) or {}
     except OSError as error:
-        sys.exit(report(InputError(f"{path}: cannot be read ({error.strerror}); check its name")))
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its name") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         place = f":{line + 1}" if line is not None else ""
-        sys.exit(report(InputError(f"{path}{place}: not valid YAML or JSON; correct the file")))
+        raise InputError(f"{path}{place}: not valid YAML or JSON; correct the file") from None
     if not isinstance(values, dict):
-        sys.exit(report(InputError(f"{path}: must hold `flag: value` lines; correct the file")))
+        raise InputError(f"{path}: must hold `flag: value` lines; correct the file")
     return values
 
 
@@ -302,7 +307,7 @@ def add_common_arguments(
         help="same bits at any number of processes on one kind of device; slower",
     )
     text = "write a trace of steps A to B, to open in ui.perfetto.dev"
-    add("--profile", type=window, metavar="A:B", help=text)
+    add("--profile", type=step_range, metavar="A:B", help=text)
 
     add = parser.add_argument_group("logging and launch").add_argument
     add("--log_every", "--summary_interval", type=whole(1), default=10, help="optimizer steps between log lines")
@@ -318,7 +323,7 @@ def add_common_arguments(
 # --- start and exit ---------------------------------------------------------------------------------------------------
 
 
-def report(error: Exception) -> int:
+def print_error(error: Exception) -> int:
     """Print an InputError or RunError as one line on rank 0; return its exit code."""
     code = 2 if isinstance(error, InputError) else 1
     first = is_first_process()
@@ -351,7 +356,7 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
     try:
         code = main(args) or 0
     except (InputError, RunError) as error:
-        code = report(error)
+        code = print_error(error)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         # skip Python's shutdown, in which torch 2.13's threads abort once in a few dozen runs
         sys.stdout.flush()

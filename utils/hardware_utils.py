@@ -1,11 +1,9 @@
 """Report this machine's hardware and the training settings that guide 1 derives from it.
 
-python -m utils.hardware_utils            print a report
-python -m utils.hardware_utils --json     print the same data as JSON
+python -m utils.hardware_utils
 """
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -100,10 +98,9 @@ def detect_gpus() -> tuple[list[dict], list[str]]:
 
 
 def detect_hardware() -> dict:
-    """Return the hardware part of the --json output."""
+    """Return the GPUs, CPU cores, memory and software of this machine, and notes for the user."""
     gpus, notes = detect_gpus()
     return {
-        "gpu_count": len(gpus),
         "gpus": gpus,
         "cpu_cores": usable_cores(),
         "ram_available_gb": round(available_ram_gb(), 1),
@@ -145,22 +142,22 @@ def settings_for(
     the GPUs, None without GPUs. cores, ram_gb: of one node. batch_size: overrides the batch per GPU of GPU_TABLE.
     """
     on_gpu = gpu_memory_gb is not None
-    largest, effective = 8, 256
+    largest_batch, global_batch = 8, 256
     if on_gpu:
         # The driver and ECC reserve up to 0.7 GiB or 3 % of the nominal memory.
         rows = (row for row in GPU_TABLE if gpu_memory_gb >= row[0] - max(0.7, 0.03 * row[0]))
-        _, largest, effective = next(rows)
+        _, largest_batch, global_batch = next(rows)
     # GPUs with 16 GB or more hold all activations and the optimizer state.
-    roomy = largest >= 12
+    fits_everything = largest_batch >= 12
 
     def accumulation(batch: int) -> int:
         """Micro-batches per step that come closest to the global batch, which does not depend on the number of GPUs."""
-        return max(1, int(effective / (batch * num_processes) + 0.5))
+        return max(1, int(global_batch / (batch * num_processes) + 0.5))
 
     # A batch above 16, the guide's largest, must give the same global batch as 16.
-    smallest = min(largest, 16)
-    share = smallest * accumulation(smallest)
-    batch = batch_size or max(size for size in range(smallest, largest + 1) if share % size == 0)
+    smallest = min(largest_batch, 16)
+    per_gpu = smallest * accumulation(smallest)
+    batch = batch_size or max(size for size in range(smallest, largest_batch + 1) if per_gpu % size == 0)
 
     engine = "python" if num_processes == 1 else "deepspeed" if deepspeed else "torchrun"
     precision = "bf16" if (compute or 0) >= 8 else "fp16"
@@ -172,9 +169,9 @@ def settings_for(
         "dataloader_num_workers": max(1, min(3 * (processes_per_node or num_processes), cores - 2)),
         "prefetch_factor": 2 + (ram_gb > 32) + (ram_gb > 64),
         "mixed_precision": precision if on_gpu else "no",
-        "gradient_checkpointing": on_gpu and not roomy,
-        "zero_stage": 0 if engine != "deepspeed" else 3 if largest == 2 else 2,
-        "offload_optimizer": engine == "deepspeed" and not roomy,
+        "gradient_checkpointing": on_gpu and not fits_everything,
+        "zero_stage": 0 if engine != "deepspeed" else 3 if largest_batch == 2 else 2,
+        "offload_optimizer": engine == "deepspeed" and not fits_everything,
         "engine": engine,
     }
 
@@ -182,7 +179,8 @@ def settings_for(
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
-def report(facts: dict, settings: dict) -> str:
+def report(hardware: dict, settings: dict) -> str:
+    """Format the hardware and the settings as guide 1 prints them."""
 
     def heading(title: str) -> list[str]:
         return ["", title.center(70).rstrip(), "-" * 70]
@@ -190,7 +188,7 @@ def report(facts: dict, settings: dict) -> str:
     def row(label: str, value) -> str:
         return f"  {label + ':':<22} {value}"
 
-    gpus = facts["gpus"]
+    gpus = hardware["gpus"]
     lines = ["=" * 70, "HARDWARE DETECTION RESULTS", "=" * 70, *heading("GPU CONFIGURATION")]
     lines.append(row("Number of GPUs", len(gpus) or "none; CPU only"))
     if gpus:
@@ -204,9 +202,9 @@ def report(facts: dict, settings: dict) -> str:
         lines.append(f"       Memory: {gpu['memory_total_gb']:.1f} GB (Free: {free})")
         lines.append(f"       Compute: {gpu['compute']}")
     lines += heading("CPU AND MEMORY")
-    lines.append(row("CPU cores", facts["cpu_cores"]))
-    lines.append(row("RAM available", f"{facts['ram_available_gb']:.1f} GB"))
-    lines += [f"  Note: {note}" for note in facts["notes"]]
+    lines.append(row("CPU cores", hardware["cpu_cores"]))
+    lines.append(row("RAM available", f"{hardware['ram_available_gb']:.1f} GB"))
+    lines += [f"  Note: {note}" for note in hardware["notes"]]
 
     switch = ("Disabled", "Enabled")
     precision = settings["mixed_precision"]
@@ -229,27 +227,23 @@ def report(facts: dict, settings: dict) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--json", action="store_true", help="print one JSON object instead of the report")
     add("--gpus", type=whole(1), help="processes per node; default: one per GPU, or one without GPUs")
     add("--nodes", type=whole(1), default=1, help="number of machines like this one")
     add("--no_deepspeed", action="store_true", help="use DDP even if DeepSpeed is installed")
     args = parser.parse(argv)
 
-    facts = detect_hardware()
-    processes = args.gpus or facts["gpu_count"] or 1
+    hardware = detect_hardware()
+    processes = args.gpus or len(hardware["gpus"]) or 1
     settings = settings_for(
         num_processes=processes * args.nodes,
-        gpu_memory_gb=min((gpu["memory_total_gb"] for gpu in facts["gpus"]), default=None),
-        compute=min((gpu["compute"] for gpu in facts["gpus"]), default=None),
-        cores=facts["cpu_cores"],
-        ram_gb=facts["ram_available_gb"],
-        deepspeed=facts["deepspeed_installed"] and not args.no_deepspeed,
+        gpu_memory_gb=min((gpu["memory_total_gb"] for gpu in hardware["gpus"]), default=None),
+        compute=min((gpu["compute"] for gpu in hardware["gpus"]), default=None),
+        cores=hardware["cpu_cores"],
+        ram_gb=hardware["ram_available_gb"],
+        deepspeed=hardware["deepspeed_installed"] and not args.no_deepspeed,
         processes_per_node=processes,
     )
-    if args.json:
-        print(json.dumps(facts | {"processes_per_node": processes, "settings": settings}, indent=2))
-    else:
-        print(report(facts, settings))
+    print(report(hardware, settings))
 
 
 if __name__ == "__main__":

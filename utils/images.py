@@ -51,23 +51,26 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
             values = np.asarray(image, np.float32)
-            if raw and image.mode == "F":
-                return Image.fromarray(values)
-            return Image.fromarray(
-                to_bytes(values, bits_window(values), np.float32) if raw else to_bytes(values, window)
-            )
+            if not raw:
+                values = to_bytes(values, window)
+            elif image.mode != "F":
+                values = to_bytes(values, bits_window(values), np.float32)
+            return Image.fromarray(values)
         return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
 
-def to_bytes(values: np.ndarray, window: Window | None = None, kind=np.uint8) -> np.ndarray:
-    """Scale values so that the window, or else their range, becomes 0..255; uint8 without a window stays unchanged."""
+def to_bytes(values: np.ndarray, window: Window | None = None, dtype=np.uint8) -> np.ndarray:
+    """Scale values so that the window, or else their range, becomes 0..255; uint8 without a window stays unchanged.
+
+    dtype: of the result; a float type keeps fractions.
+    """
     if window is None and values.dtype == np.uint8:
         return values
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError("holds values that are not finite numbers")
     center, width = window or ((values.min() + values.max()) / 2, np.ptp(values))
-    return (255 * ((values - center) / max(width, 1e-6) + 0.5)).clip(0, 255).astype(kind)
+    return (255 * ((values - center) / max(width, 1e-6) + 0.5)).clip(0, 255).astype(dtype)
 
 
 def bits_window(values: np.ndarray) -> Window:
@@ -98,8 +101,8 @@ def _open_dicom(path: str | Path, window: Window | None, raw: bool) -> Image.Ima
     if frames > 1:
         raise ValueError(f"a DICOM file of {frames} frames; write each to its own file")
     stored = dataset.pixel_array
-    greys = dataset.PhotometricInterpretation
-    if greys == "PALETTE COLOR":
+    interpretation = dataset.PhotometricInterpretation
+    if interpretation == "PALETTE COLOR":
         stored = apply_color_lut(stored, dataset)
     if stored.ndim == 3:
         return Image.fromarray((stored >> 8 * (stored.itemsize - 1)).astype(np.uint8))
@@ -113,7 +116,7 @@ def _open_dicom(path: str | Path, window: Window | None, raw: bool) -> Image.Ima
     elif window is None and raw:
         values, window = stored, bits_window(stored)
     pixels = to_bytes(values, window, np.float32 if raw else np.uint8)
-    return Image.fromarray(255 - pixels if greys == "MONOCHROME1" else pixels)
+    return Image.fromarray(255 - pixels if interpretation == "MONOCHROME1" else pixels)
 
 
 # --- squares ----------------------------------------------------------------------------------------------------------

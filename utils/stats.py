@@ -49,13 +49,13 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
 
 def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
     """Bootstrap the cases within strata, always with the same draws; return each row's counts (1000, rows) float32."""
-    names, first, place = np.unique(cases, return_index=True, return_inverse=True)
+    names, first, case = np.unique(cases, return_index=True, return_inverse=True)
     counts = np.zeros((RESAMPLES, len(names)), np.float32)
     random = np.random.default_rng(0)
     for value in np.unique(strata[first]):
         chosen = np.flatnonzero(strata[first] == value)
         counts[:, chosen] = random.multinomial(len(chosen), np.full(len(chosen), 1 / len(chosen)), RESAMPLES)
-    return counts[:, place]
+    return counts[:, case]
 
 
 def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
@@ -91,6 +91,6 @@ def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[i
     for of_case in rows_of.values():
         ring = [of_case[case] for case in rng.permutation(sorted(of_case))]
         if len(ring) > 1:
-            for place, rows in enumerate(ring):
-                others.update(zip(rows, cycle(ring[place - 1]), strict=False))
+            for index, rows in enumerate(ring):
+                others.update(zip(rows, cycle(ring[index - 1]), strict=False))
     return [others[row] for row in range(len(cases))] if others else None

@@ -51,7 +51,7 @@ def read_table(path: Path) -> Rows:
     because it may mean 1234. Raises InputError for an unreadable or empty table, duplicate column names, and rows with
     more fields than the header.
     """
-    delimiter, decimals = ",", []
+    delimiter = ","
     try:
         if path.suffix == ".parquet":
             import pandas as pd
@@ -75,20 +75,21 @@ def read_table(path: Path) -> Rows:
     if not rows:
         raise InputError(f"{path}: holds no rows; the first line names the columns, each other line is a row")
     names = [str(name).strip().lower() for name in names]
-    twice = [name for place, name in enumerate(names) if name and name in names[:place]]
+    twice = [name for index, name in enumerate(names) if name and name in names[:index]]
     if twice:
         raise InputError(f"{path}:1: two columns are named {twice[0]!r} (capitals do not count); rename or remove one")
     too_long = [source for source, record in rows if None in record]
     if too_long:
-        places = ", ".join(too_long[:9])
-        raise InputError(f"{places}: more fields than the header ({len(too_long)} rows); quote texts that hold commas")
+        sources = ", ".join(too_long[:9])
+        raise InputError(f"{sources}: more fields than the header ({len(too_long)} rows); quote texts that hold commas")
     rows = [(source, {name.strip().lower(): text.strip() for name, text in row.items()}) for source, row in rows]
 
+    decimals = []
     for name in names:
         cells = [row[name].lower() for _, row in rows if row[name].lower() not in BLANK]
-        split = [cell for cell in cells if "," in cell]
-        thousands = delimiter == "," and all(re.fullmatch(THOUSANDS, cell) for cell in split)
-        if split and not thousands and all(re.fullmatch(DECIMAL, cell) for cell in cells):
+        with_comma = [cell for cell in cells if "," in cell]
+        thousands = delimiter == "," and all(re.fullmatch(THOUSANDS, cell) for cell in with_comma)
+        if with_comma and not thousands and all(re.fullmatch(DECIMAL, cell) for cell in cells):
             decimals.append(name)
             for _, row in rows:
                 row[name] = row[name].replace(",", ".")
@@ -154,8 +155,8 @@ def parse_shares(text: str) -> tuple[float, float, float]:
 def split_of(patient: str, seed: int, shares: tuple[float, float, float]) -> str:
     """Choose train, val or test from a hash of seed and patient, so that adding patients moves no other patient."""
     digest = hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
-    place = int.from_bytes(digest, "big") / 2**64
-    return "train" if place < shares[0] else "val" if place < shares[0] + shares[1] else "test"
+    draw = int.from_bytes(digest, "big") / 2**64
+    return "train" if draw < shares[0] else "val" if draw < shares[0] + shares[1] else "test"
 
 
 def in_two_splits(rows: Iterable[tuple]) -> list[str]:

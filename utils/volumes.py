@@ -85,14 +85,14 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
     path = Path(path)
     try:
         if path.is_dir() or is_dicom(path):
-            values, affine, says = *_read_series(path), True
+            values, affine, axes_defined = *_read_series(path), True
         else:
             image = nibabel.squeeze_image(nibabel.load(path))
             if image.get_data_dtype().kind not in "iuf":
                 raise ValueError("holds colours or complex numbers")
             # dataobj applies the slope and intercept of the header
             values, affine = np.asarray(image.dataobj, np.float32), image.affine
-            says = image.header.get("sform_code", 0) or image.header.get("qform_code", 0)
+            axes_defined = image.header.get("sform_code", 0) or image.header.get("qform_code", 0)
         values = values[..., 0] if first_channel and values.ndim == 4 else values
         if values.ndim != 3:
             raise ValueError(f"has shape {values.shape}, not one volume")
@@ -101,13 +101,13 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
             raise ValueError("holds values or voxel sizes that are not finite, or sizes of 0")
         if abs(cosines.T @ cosines - np.eye(3)).max() > 0.01:
             raise ValueError("its axes are not at right angles, as a tilted gantry leaves them")
-        own = axes.io_orientation(affine)
+        current = axes.io_orientation(affine)
         if orientation:
-            change = axes.ornt_transform(own, axes.axcodes2ornt(orientation))
+            change = axes.ornt_transform(current, axes.axcodes2ornt(orientation))
             values, affine = axes.apply_orientation(values, change), affine @ axes.inv_ornt_aff(change, values.shape)
         # torch does not support negative strides
         values = values if min(values.strides) > 0 else values.copy("K")
-        return Volume(values, affine, "".join(axes.ornt2axcodes(own)) if says else "???")
+        return Volume(values, affine, "".join(axes.ornt2axcodes(current)) if axes_defined else "???")
     except InputError:
         raise
     except Exception as error:
@@ -138,7 +138,7 @@ def _find_series(path: Path) -> dict:
     return found[0]
 
 
-def _measure(series: dict) -> np.ndarray:
+def _read_tags(series: dict) -> np.ndarray:
     """Return the values of TAGS (slices, 15). Raises InputError for a missing value and for a CT that is not in HU."""
     # MR images may lack a rescale slope; a CT without it is not in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
@@ -170,11 +170,11 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     from pydicom import dcmread, pixels
 
     series = _find_series(path)
-    files, table = list(series), _measure(series)
-    unlike = (abs(table - table[0])[:, 3:13] > 1e-3).any(1)
-    if unlike.any():
+    files, table = list(series), _read_tags(series)
+    differs = (abs(table - table[0])[:, 3:13] > 1e-3).any(1)
+    if differs.any():
         reason = f"another size, orientation or pixel spacing than {files[0]} of the same series"
-        raise InputError(f"{files[unlike.argmax()]}: {reason}; remove what does not belong to the volume")
+        raise InputError(f"{files[differs.argmax()]}: {reason}; remove what does not belong to the volume")
     axes, (height, width) = table[0, 3:9].reshape(2, 3), table[0, 9:11]
     if abs(axes @ axes.T - np.eye(2)).max() > 1e-3:
         raise InputError(
@@ -185,17 +185,17 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
     order = np.argsort(table[:, :3] @ np.cross(*axes))
     files, table = [files[k] for k in order], table[order]
-    places = table[:, :3]
-    steps = np.diff(places, axis=0)
+    positions = table[:, :3]
+    steps = np.diff(positions, axis=0)
     gaps = np.linalg.norm(steps, axis=1)
-    usual = np.argsort(gaps)[(len(gaps) - 1) // 2]
+    typical = np.argsort(gaps)[(len(gaps) - 1) // 2]
     # positions are often rounded to 0.01 mm
-    wrong = (gaps < 1e-3) | (np.linalg.norm(steps - steps[usual], axis=1) > max(0.01 * gaps[usual], 0.011))
+    wrong = (gaps < 1e-3) | (np.linalg.norm(steps - steps[typical], axis=1) > max(0.01 * gaps[typical], 0.011))
     if wrong.any():
         k = int(wrong.argmax())
-        ends = " and ".join(f"{files[n]} at {places[n].round(2).tolist()}" for n in (k, k + 1))
+        ends = " and ".join(f"{files[n]} at {positions[n].round(2).tolist()}" for n in (k, k + 1))
         advice = "slices are missing or doubled, or spacing changes; export one whole series, or resample it"
-        raise InputError(f"{path}: {gaps[k]:.4g} mm between {ends}, where {gaps[usual]:.4g} are usual: {advice}")
+        raise InputError(f"{path}: {gaps[k]:.4g} mm between {ends}, where {gaps[typical]:.4g} are usual: {advice}")
 
     stack = np.empty((len(files), *table[0, 11:13].astype(int)), np.float32)
     for values, file, (slope, intercept) in zip(stack, files, table[:, 13:], strict=True):
@@ -204,6 +204,7 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
         except Exception as error:
             raise InputError(f"{file}: cannot be decoded ({' '.join(str(error).split())}); replace it") from None
     affine = np.eye(4)
-    affine[:3] = np.column_stack([axes[0] * width, axes[1] * height, (places[-1] - places[0]) / len(gaps), places[0]])
+    step = (positions[-1] - positions[0]) / len(gaps)
+    affine[:3] = np.column_stack([axes[0] * width, axes[1] * height, step, positions[0]])
     # DICOM uses LPS, the affine RAS
     return stack.transpose(2, 1, 0), np.diag([-1, -1, 1, 1]) @ affine
