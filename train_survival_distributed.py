@@ -27,7 +27,6 @@ from utils.cli import (
     launch_workers,
     pattern,
     real,
-    refuse,
     run_main,
     whole,
     with_flags,
@@ -160,13 +159,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--folds: each has checkpoints of its own, which --resume_from auto takes; or name a --val_fold")
     if args.repeats > 1 and not every_fold:
         parser.error("--repeats: needs --folds, without --val_fold")
-    if args.image == "none" and (args.use_smart_cache or args.pretrained_path or args.mask_column):
-        parser.error("--image none: goes without --use_smart_cache, --pretrained_path and --mask_column")
-    if args.image == "none" and not args.clinical_columns and not args.predict:
-        parser.error("--image none: needs --clinical_columns")
     if args.inner_folds == 1:
         parser.error("--inner_folds: 0, or at least 2")
     if args.image == "none":
+        if args.use_smart_cache or args.pretrained_path or args.mask_column:
+            parser.error("--image none: goes without --use_smart_cache, --pretrained_path and --mask_column")
+        if not args.clinical_columns and not args.predict:
+            parser.error("--image none: needs --clinical_columns")
         # without an image only the Cox model is fitted, and nothing is trained
         args.num_epochs, args.auto_batch, args.gpu_shares = 0, False, "equal"
     if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
@@ -191,13 +190,13 @@ import distributed_utils as du
 from hardware_utils import GroupNorm, autocast, set_precision
 from tasks.survival import report
 from tasks.survival.data import (
-    NUMBERS,
+    MEASUREMENTS,
     Cohort,
     MultiGPUSurvivalDataset,
     Volumes,
+    assign_folds,
     augment,
     choose_fold,
-    deal,
     encode_columns,
     fit_columns,
     read_cohort,
@@ -238,10 +237,10 @@ class RiskNet(nn.Module):
     """A fitted Cox model of the columns plus an image part from MONAI's 3D ResNet.
 
     The head starts at zero, so before training the model equals the Cox model. linear (columns,): coefficients of the
-    Cox model. image_weight: factor of the image part, 1 until weigh_image() estimates it.
+    Cox model. image_weight: factor of the image part, 1 until cross_fit_image_weight() estimates it.
     """
 
-    def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str = "B"):
+    def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str):
         super().__init__()
         self.precision = precision
         self.shape = 1 + bool(args.mask_column and args.mask_mode == "channel"), *args.image_size
@@ -297,17 +296,16 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
 
 
 def build_model(
-    args: Namespace, precision: str, device: torch.device, columns: int = 0, weights: dict | None = None
+    args: Namespace, precision: str, device: torch.device, columns: int = 0, saved: dict | None = None
 ) -> RiskNet:
-    """Build the model, identical on every rank. weights: of a checkpoint. Raises InputError if weights do not fit."""
+    """Build the model, identical on every rank. saved: a checkpoint. Raises InputError if weights do not fit."""
     torch.manual_seed(args.seed)
-    found = weights or read_pretrained(args)
-    # type A shortcuts have no weights; only MedicalNet's smaller networks use them
-    type_a = found and args.resnet in ("resnet10", "resnet18", "resnet34")
-    shortcut = "A" if type_a and not any("downsample" in name for name in found) else "B"
-    model = RiskNet(args, columns, precision, shortcut)
-    if weights:
-        checkpoint.load_trained(model, weights)
+    found = saved["model"] if saved else read_pretrained(args)
+    # MedicalNet's smaller networks have type A shortcuts, which have no weights
+    is_type_a = found and not any("downsample" in name for name in found)
+    model = RiskNet(args, columns, precision, shortcut="A" if is_type_a else "B")
+    if saved:
+        checkpoint.load_trained(model, found)
     elif found:
         own = dict(model.named_parameters())
         fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
@@ -317,8 +315,6 @@ def build_model(
             raise InputError(f"{args.pretrained_path}: {reason}; check --resnet, --base_channels and --norm")
         model.load_state_dict(fits, strict=False)
         du.print_main(f"weights from {args.pretrained_path}; the head is {'kept' if 'head.weight' in fits else 'new'}")
-    if args.norm == "batch" and du.world()[1] > 1 and device.type == "cpu":
-        raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
     return model.to(device, memory_format=torch.channels_last_3d)
 
 
@@ -379,7 +375,7 @@ def log_likelihood(log_hazard: np.ndarray, time: np.ndarray, event: np.ndarray) 
 
 
 def fit_cox(
-    x: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float | np.ndarray = 1.0, start=None, tolerance=1e-10
+    x: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float | np.ndarray, start=None, tolerance=1e-10
 ) -> np.ndarray:
     """Fit the coefficients b (k,) of a Cox model to x (n, k) in float64, with a ridge term penalty / 2 * b^2."""
     rows, *outcome, penalty = map(torch.as_tensor, (x, time, event, penalty))
@@ -403,13 +399,13 @@ def fit_cox(
     return beta.detach().numpy()
 
 
-def fit_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[np.ndarray, float, float]:
+def select_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[np.ndarray, float, float]:
     """Fit a ridge Cox model to x (n, k). Returns (coefficients, penalty, log-likelihood).
 
     The log-likelihood is cross-validated in 5 folds (Verweij and van Houwelingen 1993); the penalty maximizes it.
     """
     time, event = report.outcome(data)
-    fold = deal(data.cohort.case[data.rows], event, np.ones(len(x), bool), 5, seed)
+    fold = assign_folds(data.cohort.case[data.rows], event, np.ones(len(x), bool), 5, seed)
     likelihood = np.zeros(len(PENALTIES))
     for left_out in range(1, 6):
         used = fold != left_out
@@ -422,60 +418,54 @@ def fit_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[
     return fit_cox(x, time, event, PENALTIES[best]), PENALTIES[best], float(likelihood[best])
 
 
-def fit_cox_models(data: MultiGPUSurvivalDataset, clinical: int, seed: int) -> dict[str, dict]:
-    """All ranks: fit ridge Cox models of the clinical columns, of the image measurements, and of both.
+def load_or_fit_cox_models(run: Run, train: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
+    """All ranks: return the checkpoint's Cox models; a new run fits them to clinical columns, measurements, and both.
 
     clinical: number of clinical columns, which come first. Each "beta" (n,) is 0 for columns that the model ignores.
     """
+    if run.checkpoint:
+        return run.checkpoint["cox_models"]
     found = {}
-    with du.agree_on_errors():
-        if du.world()[0] == 0:
-            x = data.columns[data.rows].astype(float)
-            parts = {"clinical": slice(clinical), "image_numbers": slice(clinical, None)}
-            parts = {name: part for name, part in parts.items() if x[:, part].size}
-            if len(parts) == 2:
-                parts["clinical_and_image_numbers"] = slice(None)
-            for name, part in parts.items():
-                beta = np.zeros(x.shape[1])
-                beta[part], penalty, likelihood = fit_ridge(x[:, part], data, seed)
-                found[name] = {"beta": beta.tolist(), "penalty": penalty, "likelihood": likelihood}
+    if run.ranks.is_main:
+        x = train.columns[train.rows].astype(float)
+        parts = {"clinical": slice(clinical), "image_numbers": slice(clinical, None)}
+        parts = {name: part for name, part in parts.items() if x[:, part].size}
+        if len(parts) == 2:
+            parts["clinical_and_image_numbers"] = slice(None)
+        for name, part in parts.items():
+            beta = np.zeros(x.shape[1])
+            beta[part], penalty, likelihood = select_ridge(x[:, part], train, run.args.seed)
+            found[name] = {"beta": beta.tolist(), "penalty": penalty, "likelihood": likelihood}
     return du.broadcast_object(found)
 
 
-def known_cox_models(run: Run, data: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
-    """All ranks: return the checkpoint's Cox models or, in a new run, fit them."""
-    return run.checkpoint["cox_models"] if run.checkpoint else fit_cox_models(data, clinical, run.args.seed)
+def best_cox_model(models: dict[str, dict]) -> str:
+    """Name of the Cox model with the highest cross-validated likelihood."""
+    return max(models, key=lambda name: models[name]["likelihood"])
 
 
-def strongest(models: dict[str, dict]) -> tuple[str, np.ndarray, float]:
-    """(name, coefficients, penalty) of the Cox model with the highest cross-validated likelihood."""
-    name = max(models, key=lambda name: models[name]["likelihood"])
-    return name, np.array(models[name]["beta"]), models[name]["penalty"]
+def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvivalDataset, cox_model: dict) -> dict:
+    """Estimate the image part's weight. Returns "linear" (k,), "image_weight", and "image_chi2" of adding the image.
 
-
-def weigh_image(
-    x: np.ndarray, image: np.ndarray, data: MultiGPUSurvivalDataset, linear: np.ndarray, penalty: float
-) -> tuple[np.ndarray, float, float]:
-    """Estimate the image part's weight. Returns (coefficients of x, weight, chi2 of adding the image part).
-
-    linear (k,): ridge Cox model of the columns x (n, k), 0 for columns that it ignores. image (n,): image parts of the
-    log-hazards, each predicted by a network that was not trained on the case. A Cox model of columns and image part is
-    fitted, and its difference from `linear` is multiplied by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the
-    image part is not significant at 5 % (chi2 of 3.84) or has a negative coefficient, returns `linear` and weight 0.
+    cox_model: of the columns x (n, k), 0 for columns that it ignores. image (n,): image parts of the log-hazards, each
+    predicted by a network that was not trained on the case. A Cox model of columns and image part is fitted, and its
+    difference from cox_model is multiplied by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the image part is
+    not significant at 5 % (chi2 of 3.84) or has a negative coefficient, its weight is 0 and "linear" is cox_model's.
     """
+    linear = np.array(cox_model["beta"])
     seen = linear != 0
     before, scale = np.append(linear[seen], 0.0), image.std() or 1.0
-    both, penalties = np.column_stack([x[:, seen], image / scale]), np.append(np.full(seen.sum(), penalty), 0.0)
-    beta = fit_cox(both, *report.outcome(data), penalties, before)
+    both = np.column_stack([x[:, seen], image / scale])
+    penalties = np.append(np.full(seen.sum(), cox_model["penalty"]), 0.0)
+    beta = fit_cox(both, *report.outcome(train), penalties, before)
 
     def likelihood(beta: np.ndarray) -> float:
-        return log_likelihood(both @ beta, *report.outcome(data)) - float(penalties @ beta**2) / 2
+        return log_likelihood(both @ beta, *report.outcome(train)) - float(penalties @ beta**2) / 2
 
     chi2 = max(0.0, 2 * (likelihood(beta) - likelihood(before)))
     shrunk = before + (1 - 1 / chi2) * (beta - before) if chi2 > 3.84 and beta[-1] > 0 else before
-    weighed = np.zeros(len(linear))
-    weighed[seen] = shrunk[:-1]
-    return weighed, float(shrunk[-1]) / scale, chi2
+    linear[seen] = shrunk[:-1]
+    return {"linear": linear.tolist(), "image_weight": float(shrunk[-1]) / scale, "image_chi2": chi2}
 
 
 # --- optimizer step ---------------------------------------------------------------------------------------------------
@@ -492,22 +482,21 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     sizes, device = training.batch, training.ranks.device
     rows = data.rows_of(sampler.global_batch(position.samples), position.epoch)
     time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
-    # read on the host: after the copy to the GPU, tolist() would be a host-device sync
-    cases = [batch["index"].tolist() for batch in step.batches]
-    step.batches = [du.to_device(batch, device) for batch in step.batches]
-    if args.augment and args.image == "volume":
-        for batch, indices in zip(step.batches, cases, strict=True):
-            batch["image"] = augment(batch["image"], indices, args.seed, position.epoch)
+    for place, batch in enumerate(step.batches):
+        step.batches[place] = moved = du.to_device(batch, device)
+        if args.augment and args.image == "volume":
+            # the indices are read on the host: on the GPU, tolist() would be a host-device sync
+            moved["image"] = augment(moved["image"], batch["index"].tolist(), args.seed, position.epoch)
 
     # all ranks must choose the same, because DDP communicates in its forward pass
-    once = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
-    if once:
-        passed = [engine.wrapped(step.batches[0])]
+    single_pass = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
+    if single_pass:
+        outputs = [engine.wrapped(step.batches[0])]
     else:
         with torch.no_grad():
-            passed = [engine.model(batch) for batch in step.batches]
+            outputs = [engine.model(batch) for batch in step.batches]
     log_hazard = torch.zeros(step.samples, device=device)
-    for number, output in zip(step.numbers, passed, strict=False):
+    for number, output in zip(step.numbers, outputs, strict=False):
         log_hazard[number * sizes.micro_batch_size :][: len(output)] = output.detach()
     log_hazard = du.reduce_sum(log_hazard).requires_grad_()
     loss = cox_loss(log_hazard, time, event)
@@ -515,22 +504,20 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 
     events = torch.full_like(loss, float(event.sum()))
     for number, batch in zip(step.numbers or [0], step.micro_batches(), strict=True):
-        output = passed[0] if once else engine.wrapped(batch)
-        part = gradient[number * sizes.micro_batch_size :][: len(output)]
+        output = outputs[0] if single_pass else engine.wrapped(batch)
+        output_gradient = gradient[number * sizes.micro_batch_size :][: len(output)]
         # loss and events are those of the global batch, so log them only once
-        step.backward(loss * (number == 0), events * (number == 0), through=(output, part))
+        step.backward(loss * (number == 0), events * (number == 0), through=(output, output_gradient))
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def predict_parts(
-    model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run, args: Namespace
-) -> np.ndarray:
+def predict_parts(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run) -> np.ndarray:
     """All ranks: predict log-hazards as (n, 2) float64 parts from columns and image. Raises RunError if non-finite."""
     model.eval()
-    loader = du.create_distributed_dataloader(data, batch_size, train=False, num_workers=args.num_workers)
+    loader = du.create_distributed_dataloader(data, batch_size, train=False, num_workers=run.args.num_workers)
     rows, outputs = [], []
     for batch in run.batches(loader):
         rows.append(batch["index"])
@@ -545,87 +532,76 @@ def predict_parts(
     return parts
 
 
-def score_fold(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str, float]:
-    """All ranks: metrics of the validation fold."""
+def validation_loss(parts: np.ndarray, val: MultiGPUSurvivalDataset) -> float:
+    time, event = report.outcome(val)
+    return -log_likelihood(parts.sum(1), time, event) / event.sum()
+
+
+def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str, float]:
+    """All ranks: validate the current weights."""
+    parts = predict_parts(model, sets["val"], batch_size, run)
     metrics = {}
     # broadcast from rank 0, so that all ranks make the same decisions
-    if du.world()[0] == 0:
-        loss = -log_likelihood(log_hazard, *report.outcome(sets["val"])) / report.outcome(sets["val"])[1].sum()
-        metrics = {"val/loss": loss} | report.score(log_hazard, sets["val"], sets["all"], args.eval_years)
+    if run.ranks.is_main:
+        scores = report.score(parts.sum(1), sets["val"], sets["train"], run.args.eval_years)
+        metrics = {"val/loss": validation_loss(parts, sets["val"])}
+        metrics |= {f"val/{name}": value for name, value in scores.items()}
     return du.broadcast_object(metrics)
 
 
-def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """All ranks: validate the current weights."""
-    return score_fold(predict_parts(model, sets["val"], batch_size, run, args).sum(1), sets, args)
-
-
-def fit_rivals(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
+def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
     """Fit baseline models to the columns. Returns {name: (log-hazards of the validation set, baseline hazard)}.
 
     Random survival forests are under the GPL, so the forest is fitted to the martingale residuals of a null model
-    (Therneau, Grambsch and Fleming 1990).
+    (Therneau, Grambsch and Fleming 1990). Synthetic data add the log-hazards that their outcomes were drawn from.
     """
     from sklearn.ensemble import RandomForestRegressor
 
-    val, train = sets["val"], sets["all"]
+    val, train = sets["val"], sets["train"]
     time, event = report.outcome(train)
     x_val, x_train = (data.columns[data.rows].astype(float) for data in (val, train))
-    baseline = report.fit_baseline(np.zeros(len(time)), train)
-    found = {"kaplan_meier": (np.zeros(len(x_val)), baseline)}
+    null_hazard = report.fit_baseline_hazard(np.zeros(len(time)), train)
+    found = {"kaplan_meier": (np.zeros(len(x_val)), null_hazard)}
     for name, model in cox_models.items():
         beta = np.array(model["beta"])
-        found[name] = x_val @ beta, report.fit_baseline(x_train @ beta, train)
+        found[name] = x_val @ beta, report.fit_baseline_hazard(x_train @ beta, train)
     forest = RandomForestRegressor(500, min_samples_leaf=10, max_features="sqrt", random_state=0)
-    hazard = -np.log(report.survival(baseline, np.zeros(1), time)[0])
+    hazard = -np.log(report.survival_curves(null_hazard, np.zeros(1), time)[0])
     found["forest"] = forest.fit(x_train, event - hazard).predict(x_val), None
+    if "true_log_hazard" in val.cohort.table:
+        found["true_risk"] = pd.to_numeric(val.cohort.table["true_log_hazard"]).to_numpy(float)[val.rows], None
     return found
 
 
 def test(
-    model: RiskNet,
-    sets: dict,
-    batch_size: int,
-    run: Run,
-    args: Namespace,
-    title: str,
-    cox_models: dict[str, dict],
-    rivals: dict[str, tuple],
-    baseline: dict,
-    unseen: np.ndarray | None,
-) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """All ranks: print the scores, write predictions and a figure. Returns (metrics, {model: log-hazards} on rank 0).
+    run: Run, sets: dict, parts: dict[str, np.ndarray], reference: dict, baseline_models: dict[str, tuple], title: str
+) -> tuple[dict[str, float], pd.DataFrame | None]:
+    """All ranks: print the scores, write predictions and a figure. Returns (metrics, cases).
 
-    rivals: baseline models besides those of fit_rivals(). baseline: content of baseline.json; if it has only `step`,
-    the rest is fitted to `unseen`, or to this model's predictions if `unseen` is None. unseen: (n, 2) parts of the
-    training cases' log-hazards, each predicted by a network that was not trained on the case.
+    parts: {set: result of predict_parts()}. reference: see report.fit_reference(). cases: on rank 0, report.cases_of()
+    the validation set with the log-hazards of each model.
     """
-    own, known = (predict_parts(model, sets[name], batch_size, run, args) for name in ("val", "all"))
-    metrics, risks = score_fold(own.sum(1), sets, args), {}
-    name = "eval_" if args.eval_only else ""
+    args, val, metrics, cases = run.args, sets["val"], {}, None
+    prefix = "eval_" if args.eval_only else ""
     with du.agree_on_errors():
         if run.ranks.is_main:
-            if "time" not in baseline:
-                baseline |= report.fit_reference(known if unseen is None else unseen, sets["all"])
-                baseline |= {"centres": known.mean(0).tolist()}
-                baseline |= {"linear": model.linear.tolist(), "image_weight": float(model.image_weight)}
             tables = {
-                part: report.predictions(sets[part], [(parts, baseline)], args.eval_years)
-                for part, parts in (("val", own), ("all", known))
+                name: report.predictions(sets[name], [(parts[name], reference)], args.eval_years).assign(fold=name)
+                for name in ("val", "train")
             }
             log_hazard = tables["val"]["log_hazard"].to_numpy()
-            models = {"network": (log_hazard, baseline)} | rivals
-            models |= fit_rivals(sets, cox_models) | report.true_risk(sets["val"])
-            metrics |= report.print_table(title, models, sets, args.eval_years, args.stratum_column)
-            risks = {model: risk for model, (risk, _) in models.items()}
-            tables = [tables["val"].assign(fold="val"), tables["all"].assign(fold="train")]
+            models = {"network": (log_hazard, reference)} | baseline_models
+            cases = report.cases_of(val, args.stratum_column)
+            metrics = {"val/loss": validation_loss(parts["val"], val)}
+            metrics |= report.print_table(title, models, cases, sets, args.eval_years)
+            cases = cases.assign(**{name: risk for name, (risk, _) in models.items()})
             with run.writing():
-                pd.concat(tables).to_csv(run.folder / f"{name}predictions.csv", index=False)
-                figure = report.draw(log_hazard, sets["val"], args.eval_years, baseline, metrics)
-                run.figure(f"{name}val_survival", figure)
+                pd.concat(tables.values()).to_csv(run.folder / f"{prefix}predictions.csv", index=False)
+                figure = report.draw_figure(log_hazard, val, args.eval_years, reference, metrics)
+                run.figure(f"{prefix}val_survival", figure)
                 if not args.eval_only:
-                    run.write_summary("baseline", baseline)
-    return du.broadcast_object(metrics), risks
+                    run.write_summary("baseline", reference)
+    return du.broadcast_object(metrics), cases
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
@@ -653,47 +629,47 @@ class Inputs:
     """A cohort as model input. columns (rows, n): the first `clinical` are clinical, the others image measurements."""
 
     cohort: Cohort
-    fitted: list[dict]
+    encoding: list[dict]
     columns: np.ndarray
     clinical: int
     volumes: Volumes
 
     def sets(self, rows: dict[str, np.ndarray], args: Namespace) -> dict[str, MultiGPUSurvivalDataset]:
-        """Return a data set for each entry of rows. "train" has the cases of "all", with the smart cache if enabled."""
+        """Return a data set for each entry of rows. "cached" has those of "train", with the smart cache if enabled."""
         options = {"columns": self.columns, "volumes": self.volumes}
         sets = {name: MultiGPUSurvivalDataset(self.cohort, rows=part, **options) for name, part in rows.items()}
-        if "all" in sets:
+        if "train" in sets:
             smart = {name: getattr(args, name) for name in ("use_smart_cache", "cache_rate", "replace_rate", "seed")}
-            sets["train"] = MultiGPUSurvivalDataset(self.cohort, rows=rows["all"], **options, **smart)
+            sets["cached"] = MultiGPUSurvivalDataset(self.cohort, rows=rows["train"], **options, **smart)
         return sets
 
 
 def read_inputs(
-    cohort: Cohort, fitted: list[dict], rows: np.ndarray, args: Namespace, train: np.ndarray | None = None
+    cohort: Cohort, encoding: list[dict], rows: np.ndarray, args: Namespace, train: np.ndarray | None = None
 ) -> Inputs:
     """All ranks: encode the columns, and read the volumes of these rows once to check and measure them.
 
-    fitted: result of fit_columns(). train: a new run's training rows, which image measurements are standardised on.
+    encoding: result of fit_columns(). train: a new run's training rows, which image measurements are standardised on.
     """
-    names = ("image_size", "hu_window", "spacing", "mask_margin", "cache_dir")
-    mask_mode = args.mask_column and args.mask_mode
     orientation = None if args.orientation == "as-is" else args.orientation
-    volumes = Volumes(mask_mode=mask_mode, orientation=orientation, **{name: getattr(args, name) for name in names})
+    mask_mode = args.mask_column and args.mask_mode
+    volumes = Volumes(
+        args.image_size, args.hu_window, args.spacing, orientation, mask_mode, args.mask_margin, args.cache_dir
+    )
     with du.agree_on_errors():
-        clinical = encode_columns(cohort, [column for column in fitted if column["name"] not in NUMBERS])
+        clinical = encode_columns(cohort, [column for column in encoding if column["name"] not in MEASUREMENTS])
     if args.image == "none":
-        return Inputs(cohort, fitted, clinical, clinical.shape[1], volumes)
-    data = MultiGPUSurvivalDataset(cohort, rows=rows, volumes=volumes)
-    refuse(data.check(args.num_workers), "volumes cannot be used")
-    du.print_main(f"volumes: {describe(data.summaries, orientation)}")
-    sizes = data.summaries[:, :3]
+        return Inputs(cohort, encoding, clinical, clinical.shape[1], volumes)
+    summaries = MultiGPUSurvivalDataset(cohort, rows=rows, volumes=volumes).measure_volumes(args.num_workers)
+    du.print_main(f"volumes: {describe(summaries, orientation)}")
+    sizes = summaries[:, :3]
     if not args.spacing and (sizes.max(0) > 1.1 * sizes.min(0)).any():
         du.print_main("warning: voxel sizes vary by more than 10 %, which the network does not see; see --spacing")
     if train is not None:
-        measured = [name for name in NUMBERS if (cohort.table[name].iloc[train] != "nan").any()]
-        fitted = fitted + fit_columns(cohort, measured, train)
-    measured = encode_columns(cohort, [column for column in fitted if column["name"] in NUMBERS])
-    return Inputs(cohort, fitted, np.hstack([clinical, measured]), clinical.shape[1], volumes)
+        measured = [name for name in MEASUREMENTS if (cohort.table[name].iloc[train] != "nan").any()]
+        encoding = encoding + fit_columns(cohort, measured, train)
+    measured = encode_columns(cohort, [column for column in encoding if column["name"] in MEASUREMENTS])
+    return Inputs(cohort, encoding, np.hstack([clinical, measured]), clinical.shape[1], volumes)
 
 
 def largest_batch(model: RiskNet, size: int) -> dict:
@@ -711,13 +687,16 @@ def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
 
 
 def begin_training(
-    run: Run, model: RiskNet, inputs: Inputs, sets: dict, precision: str, cox_models: dict[str, dict], described: str
+    run: Run, model: RiskNet, inputs: Inputs, sets: dict, cox_models: dict[str, dict], described: str
 ) -> tuple[Training, DataLoader]:
-    """All ranks: set a new run's linear part to the strongest Cox model; return the Training and its loader."""
-    args, ranks, train = run.args, run.ranks, sets["all"]
-    name, beta, penalty = strongest(cox_models)
+    """All ranks: set a new run's linear part to the best Cox model; return the Training and its loader.
+
+    described: the precision, for the banner.
+    """
+    args, ranks, train, cached = run.args, run.ranks, sets["train"], sets["cached"]
+    name = best_cox_model(cox_models)
     if not run.checkpoint:
-        model.linear.copy_(torch.from_numpy(beta))
+        model.linear.copy_(torch.tensor(cox_models[name]["beta"], dtype=torch.float64))
     batch_size, effective = args.batch_size, args.effective_batch_size
     if not run.checkpoint and not effective:
         # guide 2's --batch_size is the total over all GPUs
@@ -731,11 +710,13 @@ def begin_training(
     ):
         raise InputError("--norm batch: a step must be one pass of each GPU; lower --batch_size, or --norm group")
     if args.norm == "batch" and ranks.world_size > 1:
+        if ranks.device.type == "cpu":
+            raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
         # SyncBatchNorm must wait for plan_batches(), where each rank tries batches on its own
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(
-        sets["train"], batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
+        cached, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
 
     case = train.cohort.case[train.rows]
@@ -743,23 +724,23 @@ def begin_training(
     digest = hashlib.sha256(repr([case.tolist(), time.tolist(), event.tolist()]).encode()).hexdigest()[:8]
     invariants = {"training cases": f"{len(case)}, digest {digest}"}
     if args.use_smart_cache:
-        invariants["smart cache"] = f"{len(sets['train'])} cases, {sets['train'].replaced} replaced after each epoch"
+        invariants["smart cache"] = f"{len(cached)} cases, {cached.replaced_per_epoch} replaced after each epoch"
     banner = {
         "precision": described,
-        "linear part": f"{name.replace('_', ' ')}, ridge penalty {penalty:.3g}",
+        "linear part": f"{name.replace('_', ' ')}, ridge penalty {cox_models[name]['penalty']:.3g}",
         "events": f"{event.sum()} in training; {val_event.sum()} of {len(val_event)} in validation",
         "model": f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters",
     }
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
     plan = Plan(batch, steps, ["loss", "events"], invariants, banner)
-    extra = {"columns": inputs.fitted, "trained_cases": sorted(set(case.tolist())), "cox_models": cox_models}
-    engine = make_engine(model, make_optimizer(model, args), precision, args, ranks.device, saved=run.checkpoint)
+    extra = {"columns": inputs.encoding, "trained_cases": sorted(set(case.tolist())), "cox_models": cox_models}
+    engine = make_engine(model, make_optimizer(model, args), model.precision, args, ranks.device, saved=run.checkpoint)
     return Training(run, args, engine, plan, lambda: extra), loader
 
 
-def train_epochs(training: Training, model: RiskNet, loader: DataLoader, sets: dict | None = None) -> int:
+def train_epochs(training: Training, loader: DataLoader, sets: dict | None = None) -> int:
     """All ranks: train to the end, evaluating `sets` after each epoch. Returns a stop signal's exit code, or 0."""
-    run, args = training.run, training.args
+    run, args, model = training.run, training.args, training.engine.model
     while not training.is_over():
         frozen = run.position.epoch < args.freeze_epochs
         if args.freeze_epochs:
@@ -775,23 +756,24 @@ def train_epochs(training: Training, model: RiskNet, loader: DataLoader, sets: d
             step.update(lowest + (args.learning_rate - lowest) * factor)
         if training.stopped:
             return training.save_and_stop()
-        metrics = evaluate(model, sets, training.batch.micro_batch_size, run, args) if sets else {}
+        metrics = evaluate(model, sets, training.batch.micro_batch_size, run) if sets else {}
         training.record(metrics, headline="val/c_index")
     return 0
 
 
-def weigh_by_folds(
-    training: Training, inputs: Inputs, train: MultiGPUSurvivalDataset, precision: str, cox_models: dict[str, dict]
+def cross_fit_image_weight(
+    training: Training, inputs: Inputs, train: MultiGPUSurvivalDataset, cox_models: dict[str, dict]
 ) -> tuple[int, dict, np.ndarray | None]:
     """All ranks: estimate the image part's weight by cross-validation within the training fold.
 
     Each of the --inner_folds networks is trained in a run folder of its own and can be resumed. Returns (a stop
-    signal's exit code or 0, weigh_image()'s results by name, (n, 2) parts of the training cases' log-hazards, each
+    signal's exit code or 0, result of estimate_image_weight(), (n, 2) parts of the training cases' log-hazards, each
     predicted by the network that was not trained on the case).
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
-    fold = deal(cohort.case[rows], cohort.event[rows], np.ones(len(rows), bool), args.inner_folds, args.seed)
-    image, sizes = np.zeros(len(rows)), training.batch
+    sizes, precision = training.batch, training.engine.model.precision
+    fold = assign_folds(cohort.case[rows], cohort.event[rows], np.ones(len(rows), bool), args.inner_folds, args.seed)
+    image = np.zeros(len(rows))
     own = {"batch_size": sizes.micro_batch_size, "effective_batch_size": sizes.global_batch_size, "auto_batch": False}
     own |= {"gpu_shares": ",".join(map(str, sizes.gpu_shares)), "resume_from": "auto" if args.resume_from else None}
     own |= {"max_steps": 0, "profile": None, "wandb": None}
@@ -799,90 +781,82 @@ def weigh_by_folds(
         du.print_main(f"\n--- weight of the image part: inner fold {left_out} of {args.inner_folds}")
         own["output_dir"] = f"{args.output_dir}/inner_{left_out}_of_{args.inner_folds}"
         run = Run(FORMAT, with_flags(args, **own), ranks, ADVICE, MODEL_FLAGS)
-        sets = inputs.sets({"all": rows[fold != left_out], "val": rows[fold == left_out]}, args)
-        weights = run.checkpoint and run.checkpoint["model"]
-        network = build_model(run.args, precision, ranks.device, inputs.columns.shape[1], weights)
-        models = known_cox_models(run, sets["all"], inputs.clinical)
-        inner, loader = begin_training(run, network, inputs, sets, precision, models, described=precision)
+        sets = inputs.sets({"train": rows[fold != left_out], "val": rows[fold == left_out]}, args)
+        network = build_model(run.args, precision, ranks.device, inputs.columns.shape[1], run.checkpoint)
+        models = load_or_fit_cox_models(run, sets["train"], inputs.clinical)
+        inner, loader = begin_training(run, network, inputs, sets, models, described=precision)
         with inner:
-            code = train_epochs(inner, network, loader)
+            code = train_epochs(inner, loader)
             if not code:
-                held_out = predict_parts(network, sets["val"], inner.batch.micro_batch_size, run, args)[:, 1]
+                held_out = predict_parts(network, sets["val"], inner.batch.micro_batch_size, run)[:, 1]
                 # each network's constant offset carries no information
                 image[fold == left_out] = held_out - held_out.mean()
-        late = inner.signalled() or training.signalled()
-        if late and not code:
-            du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
-        code = code or late
+                code = inner.signalled() or training.signalled()
+                if code:
+                    du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
         if code:
             return code, {}, None
     x = inputs.columns[rows].astype(float)
-    with du.agree_on_errors():
-        found = weigh_image(x, image, train, *strongest(cox_models)[1:]) if ranks.is_main else None
-    linear, weight, chi2 = du.broadcast_object(found)
+    cox_model = cox_models[best_cox_model(cox_models)]
+    found = du.broadcast_object(estimate_image_weight(x, image, train, cox_model) if ranks.is_main else None)
+    weight = found["image_weight"]
     effect = f"its weight is {weight:.2f}" if weight else "it adds nothing, so the Cox model of the columns remains"
-    du.print_main(f"image part on cases that its network was not trained on: chi2 {chi2:.1f}; {effect}")
-    found = {"linear": linear.tolist(), "image_weight": weight, "image_chi2": chi2}
-    return 0, found, np.column_stack([x @ linear, weight * image])
+    du.print_main(f"image part on cases that its network was not trained on: chi2 {found['image_chi2']:.1f}; {effect}")
+    return 0, found, np.column_stack([x @ np.array(found["linear"]), weight * image])
 
 
-def weigh_parts(model: RiskNet, weighed: dict | None) -> None:
-    """Set the linear part and the image weight from weigh_by_folds() or baseline.json, if given."""
+def set_image_weight(model: RiskNet, weighed: dict | None) -> None:
+    """Set the linear part and the image weight from cross_fit_image_weight() or baseline.json, if given."""
     if weighed:
         model.linear.copy_(torch.tensor(weighed["linear"], dtype=torch.float64))
         model.image_weight.fill_(weighed["image_weight"])
 
 
-def score_checkpoint(
-    model: RiskNet, sets: dict, run: Run, args: Namespace, cox_models: dict[str, dict], rivals: dict[str, tuple]
-) -> None:
+def score_checkpoint(model: RiskNet, sets: dict, run: Run, baseline_models: dict[str, tuple]) -> None:
     """--eval_only: test the checkpoint. Raises InputError if it was trained on cases of the validation fold."""
     seen = set(sets["val"].cohort.case[sets["val"].rows]) & set(run.checkpoint["trained_cases"])
     if seen:
         raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
-    baseline = report.read_baseline(run.folder, run.position.step)
-    weigh_parts(model, baseline)
-    if not baseline:
+    reference = report.read_reference(run.folder, run.position.step)
+    set_image_weight(model, reference)
+    parts = {name: predict_parts(model, sets[name], run.micro_batch_size, run) for name in ("val", "train")}
+    if not reference:
         du.print_main("warning: these are not the run's final weights, so the image part keeps its weight of 1")
-    baseline = baseline or {"step": run.position.step}
-    metrics, _ = test(model, sets, run.micro_batch_size, run, args, "val", cox_models, rivals, baseline, None)
+        reference = report.fit_reference(parts["train"], parts["train"], sets["train"])
+    metrics, _ = test(run, sets, parts, reference, baseline_models, "val")
     run.write_summary("eval_val", metrics)
 
 
-def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str) -> tuple[int, tuple | None]:
-    """Train and test one fold. Returns (exit code, results).
-
-    results: (metrics, validation set, {model: log-hazards}); None after a stop signal and for --eval_only.
-    """
-    cross_validates = args.folds and args.val_fold
+def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
+    """Train and test one fold. Returns (exit code, result of test(); None after a stop signal and for --eval_only)."""
+    precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     # on resume, the model flags come from the checkpoint
     args, is_new = run.args, run.checkpoint is None
     cohort = read_table(args.csv_path, args)
     with du.agree_on_errors():
         train, val = choose_fold(cohort, args.fold_column, args.train_fold, args.val_fold, args.folds or 0, args.seed)
-        fitted = fit_columns(cohort, args.clinical_columns, train) if is_new else run.checkpoint["columns"]
-        report.strata(cohort, args.stratum_column, train)
-    inputs = read_inputs(cohort, fitted, np.concatenate([train, val]), args, train if is_new else None)
-    sets = inputs.sets({"all": train, "val": val}, args)
+        encoding = fit_columns(cohort, args.clinical_columns, train) if is_new else run.checkpoint["columns"]
+        if args.stratum_column:
+            cohort.column(args.stratum_column)
+    inputs = read_inputs(cohort, encoding, np.concatenate([train, val]), args, train if is_new else None)
+    sets = inputs.sets({"train": train, "val": val}, args)
     with du.agree_on_errors():
-        rivals = report.read_rival(args.rival_run, sets["val"])
-    with du.agree_on_errors():
-        weights = (run.checkpoint or {}).get("model")
-        model = build_model(args, precision, ranks.device, inputs.columns.shape[1], weights)
-    # a reference would keep these weights in memory
-    del weights
-    cox_models = known_cox_models(run, sets["all"], inputs.clinical)
+        baseline_models = report.read_other_run(args.rival_run, sets["val"])
+        model = build_model(args, precision, ranks.device, inputs.columns.shape[1], run.checkpoint)
+    cox_models = load_or_fit_cox_models(run, sets["train"], inputs.clinical)
     if args.eval_only:
-        score_checkpoint(model, sets, run, args, cox_models, rivals)
+        if ranks.is_main:
+            baseline_models |= fit_baseline_models(sets, cox_models)
+        score_checkpoint(model, sets, run, baseline_models)
         return 0, None
 
-    training, loader = begin_training(run, model, inputs, sets, precision, cox_models, described)
+    training, loader = begin_training(run, model, inputs, sets, cox_models, described)
     steps, batch_size = training.planned_steps, training.batch.micro_batch_size
     with training:
         if not steps and is_new:
-            training.record(evaluate(model, sets, batch_size, run, args), headline="val/c_index")
-        code = train_epochs(training, model, loader, sets)
+            training.record(evaluate(model, sets, batch_size, run), headline="val/c_index")
+        code = train_epochs(training, loader, sets)
         if code:
             return code, None
         weighed, unseen = {}, None
@@ -892,77 +866,86 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
         # weight the image part only at the planned end, not where --max_steps stops the run
         elif args.inner_folds and 0 < run.position.step == steps:
             training.flush()
-            code, weighed, unseen = weigh_by_folds(training, inputs, sets["all"], precision, cox_models)
+            code, weighed, unseen = cross_fit_image_weight(training, inputs, sets["train"], cox_models)
             if code:
                 return code, None
 
-        step = run.position.step if cross_validates else training.load_best()
-        weigh_parts(model, weighed)
-        is_best = not cross_validates and run.position.best is not None
+        # a fold of a cross-validation must not choose its weights by the cases that it scores
+        is_cross_validated = args.folds and args.val_fold
+        step = run.position.step if is_cross_validated else training.load_best()
+        is_best = not is_cross_validated and run.position.best is not None
+        set_image_weight(model, weighed)
+        parts = {name: predict_parts(model, sets[name], batch_size, run) for name in ("val", "train")}
+        reference = {"step": step}
+        reference |= report.fit_reference(parts["train"], parts["train"] if unseen is None else unseen, sets["train"])
+        reference |= {"linear": model.linear.tolist(), "image_weight": float(model.image_weight)}
         title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
-        baseline = {"step": step}
-        results, risks = test(model, sets, batch_size, run, args, title, cox_models, rivals, baseline, unseen)
-        results |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
+        if ranks.is_main:
+            baseline_models |= fit_baseline_models(sets, cox_models)
+        metrics, cases = test(run, sets, parts, reference, baseline_models, title)
+        metrics |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
         last = training.last_logged("val/c_index")
-        if not cross_validates and last is not None:
-            results["val/c_index_last"] = last
-        training.finish(results)
+        if not is_cross_validated and last is not None:
+            metrics["val/c_index_last"] = last
+        training.finish(metrics)
         # after a late stop signal, a cross-validation must not begin another fold
-        code = training.signalled() if cross_validates else 0
-    return code, (results, sets["val"], risks)
+        code = training.signalled() if is_cross_validated else 0
+    return code, (metrics, cases)
 
 
-def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, described: str) -> int:
+def cross_validate(args: Namespace, ranks: du.Ranks) -> int:
     """Train and test all folds, --repeats times. Returns a stop signal's exit code, or 0."""
     # rank 0 decides: other ranks may see an outdated state of a shared folder
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
-    results = []
-    for repeat in range(args.repeats):
+    metrics, cases = [], {}
+    for repeat in range(1, args.repeats + 1):
         for fold in range(1, args.folds + 1):
-            folder = Path(args.output_dir, f"repeat_{repeat + 1}", f"fold_{fold}")
-            rival_run = args.rival_run and str(Path(args.rival_run, *folder.parts[-2:]))
-            own = {"output_dir": str(folder), "val_fold": str(fold), "seed": args.seed + repeat, "rival_run": rival_run}
-            du.print_main(f"\n--- repeat {repeat + 1} of {args.repeats}, fold {fold} of {args.folds}")
-            code, result = train_fold(with_flags(args, **own), ranks, precision, described)
+            name = Path(f"repeat_{repeat}", f"fold_{fold}")
+            own = {"val_fold": str(fold), "seed": args.seed + repeat - 1}
+            own["output_dir"] = str(Path(args.output_dir, name))
+            own["rival_run"] = args.rival_run and str(Path(args.rival_run, name))
+            du.print_main(f"\n--- repeat {repeat} of {args.repeats}, fold {fold} of {args.folds}")
+            code, result = train_fold(with_flags(args, **own), ranks)
             if code:
                 return code
-            results.append((repeat + 1, fold, *result))
+            metrics.append(result[0])
+            cases[repeat, fold] = result[1]
     if ranks.is_main:
-        report.print_cross_validation(Path(args.output_dir), results, args)
+        cases = pd.concat(cases, names=["repeat", "fold"]).reset_index(["repeat", "fold"])
+        report.print_cross_validation(Path(args.output_dir), metrics, cases, args)
     return 0
 
 
-def predict(args: Namespace, ranks: du.Ranks, precision: str) -> None:
+def predict(args: Namespace, ranks: du.Ranks) -> None:
     """--predict: write the log-hazards of one model, or their mean over a cross-validation's models."""
+    precision, _ = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     folders = [] if args.resume_from else du.broadcast_object(report.folds_of(Path(args.output_dir)))
-    risks, trained = [], set()
+    models, trained = [], set()
     for folder in folders or [Path(args.output_dir)]:
         own = with_flags(args, output_dir=str(folder), resume_from="auto" if folders else args.resume_from)
         run = Run(FORMAT, own, ranks, ADVICE, MODEL_FLAGS)
-        own = run.args
-        cohort = read_table(args.predict, own, outcome=False)
+        cohort = read_table(args.predict, run.args, outcome=False)
         rows = np.arange(len(cohort))
-        inputs = read_inputs(cohort, run.checkpoint["columns"], rows, own)
+        inputs = read_inputs(cohort, run.checkpoint["columns"], rows, run.args)
         with du.agree_on_errors():
-            model = build_model(own, precision, ranks.device, inputs.columns.shape[1], run.checkpoint["model"])
-        baseline = report.read_baseline(folder, run.position.step)
-        weigh_parts(model, baseline)
-        data = inputs.sets({"new": rows}, own)["new"]
-        risks.append((predict_parts(model, data, run.micro_batch_size, run, own), baseline))
+            model = build_model(run.args, precision, ranks.device, inputs.columns.shape[1], run.checkpoint)
+        reference = report.read_reference(folder, run.position.step)
+        set_image_weight(model, reference)
+        data = inputs.sets({"new": rows}, run.args)["new"]
+        models.append((predict_parts(model, data, run.micro_batch_size, run), reference))
         trained |= set(run.checkpoint["trained_cases"])
     if ranks.is_main:
-        report.predict(Path(args.output_dir), data, risks, args, trained)
+        report.predict(Path(args.output_dir), data, models, args, trained)
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     if args.predict:
-        predict(args, ranks, precision)
+        predict(args, ranks)
         return 0
     if args.folds and not args.val_fold:
-        return cross_validate(args, ranks, precision, described)
-    return train_fold(args, ranks, precision, described)[0]
+        return cross_validate(args, ranks)
+    return train_fold(args, ranks)[0]
 
 
 def main(args: Namespace) -> int:

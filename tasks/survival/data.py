@@ -38,11 +38,12 @@ COLUMNS = {
     "time": ("time", "survival_time"),
     "event": ("event",),
     "id": ("case_num", "patient_id", "case_id", "case", "subject_id", "patient", "mrn"),
+    "mask": (),
 }
 # fold labels of rows used neither for training nor for validation
 HELD_OUT = ("test", "holdout", "hold-out", "")
 # image measurements of Volumes.read(), added to the table as columns; those of an empty mask are NaN
-NUMBERS = (
+MEASUREMENTS = (
     "image: log mm3 above 130 hu", "image: log parts above 130 hu", "image: mean hu", "image: log mask mm3",
     "image: log mask mm2", "image: log mask diameter mm", "image: mean hu in mask", "image: sd of hu in mask",
 )  # fmt: skip
@@ -68,6 +69,10 @@ class Cohort:
     def __len__(self) -> int:
         return len(self.source)
 
+    def column(self, name: str) -> pd.Series:
+        """Text of a column, named in lower case. Raises InputError if the table has no such column."""
+        return self.table[tables.find_column([(self.source[0], dict(self.table))], name)]
+
 
 def read_cohort(
     csv_path: str | Path,
@@ -75,13 +80,12 @@ def read_cohort(
     time_unit: str = "days",
     outcome: bool = True,
     image: bool = True,
-    mask_column: str | None = None,
     **given: str | None,
 ) -> Cohort:
     """Read and check all rows of a table. Raises InputError naming the bad rows.
 
     data_dir: folder of relative paths; default: the table's. outcome False: rows may lack time and event. image False:
-    rows need no volume. given: column names that are not in COLUMNS, such as path_column="scan".
+    rows need no volume. given: column names that are not in COLUMNS, such as path_column="scan" or mask_column="heart".
     """
     rows = tables.read_table(Path(csv_path))
 
@@ -91,10 +95,8 @@ def read_cohort(
             return tables.find_column(rows, *([name] if name else COLUMNS[kind]))
         return next((name.lower() for name in COLUMNS[kind] if name.lower() in rows[0][1]), None)
 
-    names = {"path": find("path", True) if image else None, "id": find("id", False), "mask": None}
-    names |= {kind: find(kind, outcome) for kind in ("time", "event")}
-    if mask_column:
-        names["mask"] = tables.find_column(rows, mask_column)
+    names = {"path": find("path", True) if image else None, "id": find("id", False)}
+    names |= {"time": find("time", outcome), "event": find("event", outcome), "mask": find("mask", False)}
     root = os.path.abspath(data_dir or Path(csv_path).parent)
 
     def cell(kind: str, row: dict) -> str:
@@ -116,12 +118,12 @@ def read_cohort(
         if not unknown and (not 0 <= years <= 120 or _number(event) not in (0, 1)):
             reason = f"time {time!r} {time_unit}, event {event!r}: must be 0 to 120 years, and 1 or 0 (censored)"
             problems.append(f"{source}: {reason}; correct or remove the row, or see --time_unit")
-        found.append((source, cell("id", row) or path or source, path, mask, math.nan if unknown else years, event))
+        case = cell("id", row) or path or source
+        found.append((source, case, path, mask, math.nan if unknown else years, _number(event) == 1))
     refuse(problems, "rows cannot be used")
-    sources, case, paths, masks, times, events = map(list, zip(*found, strict=True))
-    event = np.array([text not in ("", "0") and _number(text) == 1 for text in events])
+    sources, cases, paths, masks, times, events = map(list, zip(*found, strict=True))
     table = pd.DataFrame([row for _, row in rows])
-    return Cohort(sources, np.array(case), paths, masks, np.array(times), event, table)
+    return Cohort(sources, np.array(cases), paths, masks, np.array(times), np.array(events), table)
 
 
 def _number(text: str) -> float:
@@ -142,7 +144,7 @@ def _resolve(name: str, root: str, source: str) -> str:
 def choose_fold(
     cohort: Cohort, fold_column: str, train: str, val: str | None, count: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training rows, validation rows), from a column's labels, or from `count` folds made by deal().
+    """Return (training rows, validation rows), from a column's labels, or from `count` folds made by assign_folds().
 
     If no row has the label `train`, every row that is neither in the validation fold nor held out is used for training.
     Raises InputError if a fold has no event before the end of follow-up, or if the two share a case or volume.
@@ -152,14 +154,11 @@ def choose_fold(
         marks = cohort.table.get(fold_column.lower())
         held = np.zeros(len(cohort), bool) if marks is None else marks.str.lower().isin(HELD_OUT[:-1]).to_numpy()
         # held-out rows belong to no fold
-        number = deal(cohort.case, cohort.event, ~held, count, seed)
+        number = assign_folds(cohort.case, cohort.event, ~held, count, seed)
         labels, is_train = np.where(held, HELD_OUT[0], number.astype(str)), np.zeros(len(cohort), bool)
-        val = val or "1"
     else:
-        rows = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
-        column = tables.find_column(rows, fold_column)
         # spreadsheets write 1 as 1.0
-        labels, val = cohort.table[column].str.removesuffix(".0").to_numpy(), val or "val"
+        labels, val = cohort.column(fold_column).str.removesuffix(".0").to_numpy(), val or "val"
         is_train = labels == train
     is_val = labels == val
     if not is_train.any():
@@ -177,13 +176,13 @@ def choose_fold(
     return np.flatnonzero(is_train), np.flatnonzero(is_val)
 
 
-def deal(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: int, seed: int) -> np.ndarray:
+def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Assign folds 1 to count to rows. Rows of a case stay together; events of used rows are spread evenly."""
     names, place = np.unique(case, return_inverse=True)
-    has_event, dealt = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
+    has_event, is_used = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
     order = np.random.default_rng(seed % 2**63).permutation(len(names))
     # cases with events first, unused cases last
-    order = order[np.lexsort((~has_event[order], ~dealt[order]))]
+    order = order[np.lexsort((~has_event[order], ~is_used[order]))]
     number = np.empty(len(names), int)
     number[order] = np.arange(len(names)) % count + 1
     return number[place]
@@ -198,44 +197,42 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
     Raises InputError for columns that are blank, mix numbers with text, or have too many levels.
     """
     columns, problems = [], []
-    everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
     for name in names:
-        column = tables.find_column(everything, name)
-        cells = cohort.table[column].iloc[rows]
+        cells = cohort.column(name).iloc[rows]
         known = cells[~cells.str.lower().isin(tables.BLANK)]
         values = pd.to_numeric(known, errors="coerce")
         if known.empty:
             raise InputError(f"--clinical_columns {name}: blank in all training rows; leave it out")
         wrong = known[~np.isfinite(values)]
-        levels = sorted(set(known))
-        if 0 < len(wrong) < len(known) / 2:
-            problems += [
-                f"{cohort.source[row]}: {column} {cell!r} is no number, as most are; correct it or leave it blank"
-                for row, cell in wrong.items()
-            ]
-        elif len(wrong) and len(levels) > max(5, len(cells) / 10):
-            reason = f"{column} has {len(levels)} levels in {len(cells)} rows: an id, or numbers?"
-            problems.append(f"--clinical_columns: {reason} ({levels[0]!r}); correct it, join levels, or leave it out")
         if wrong.empty:
             mean, sd = float(values.mean()), float(values.std(ddof=0))
-            columns.append({"name": column, "mean": mean, "sd": sd if sd > 1e-9 * (1 + abs(mean)) else 1.0})
+            columns.append({"name": cells.name, "mean": mean, "sd": sd if sd > 1e-9 * (1 + abs(mean)) else 1.0})
+        elif len(wrong) < len(known) / 2:
+            problems += [
+                f"{cohort.source[row]}: {cells.name} {cell!r} is no number, as most are; correct it or leave it blank"
+                for row, cell in wrong.items()
+            ]
         else:
-            columns.append({"name": column, "levels": levels})
+            levels = sorted(set(known))
+            columns.append({"name": cells.name, "levels": levels})
+            if len(levels) > max(5, len(cells) / 10):
+                reason = f"{cells.name} has {len(levels)} levels in {len(cells)} rows: an id, or numbers?"
+                advice = "correct it, join levels, or leave it out"
+                problems.append(f"--clinical_columns: {reason} ({levels[0]!r}); {advice}")
     refuse(problems, "cells or columns cannot be used")
     return columns
 
 
 def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
-    """Encode columns with the result of fit_columns(), as (rows, n) float32. Raises InputError for text among numbers.
+    """Encode columns with the result of fit_columns(), as (rows, n) float32.
 
+    Raises InputError for text among numbers and for missing columns.
     Numbers are standardised, 0 if blank. Levels are one-hot encoded, followed by an indicator of unknown levels. Every
     column ends with an indicator of blank cells.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
-        if column["name"] not in cohort.table:
-            raise InputError(f"{cohort.source[0].rpartition(':')[0]}: no column {column['name']!r}; the model needs it")
-        cells = cohort.table[column["name"]]
+        cells = cohort.column(column["name"])
         blank = cells.str.lower().isin(tables.BLANK).to_numpy()
         if "mean" in column:
             values = pd.to_numeric(cells, errors="coerce").to_numpy(float)
@@ -275,18 +272,24 @@ class Volumes:
     mask_margin: float = 10
     cache_dir: str | None = None
 
-    def load(self, path: str, mask: str = "", numbers: bool = False) -> Tensor:
-        """Load a volume or its numbers, see read(), through the disk cache. Raises InputError and ValueError."""
-        kept = None
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(C, X, Y, Z)"""
+        return 1 + (self.mask_mode == "channel"), *self.image_size
+
+    def load(self, path: str, mask: str = "", measurements: bool = False) -> Tensor:
+        """Load a volume or its measurements, see read(), through the disk cache. Raises InputError and ValueError."""
+        wanted, cached_files = int(not measurements), []
         if self.cache_dir:
             # the key covers the files, their modification times, all settings, and the version of read(), 3
             files = [file for name in (path, mask) if name for file in files_of(name)]
             key = hashlib.sha256(f"{stamp(files)}{self}3".encode()).hexdigest()
-            kept = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
-            if kept[1].exists():
-                return torch.from_numpy(np.load(kept[not numbers]))
-        both = self.read(path, mask)[::-1]
-        for file, values in zip(kept or [], both, strict=False):
+            cached_files = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
+            # the volume is written last
+            if cached_files[1].exists():
+                return torch.from_numpy(np.load(cached_files[wanted]))
+        found = self.read(path, mask)
+        for file, values in zip(cached_files, found, strict=False):
             temporary = file.with_suffix(f".{du.world()[0]}.{os.getpid()}.npy")
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -299,10 +302,10 @@ class Volumes:
                 with contextlib.suppress(OSError):
                     temporary.unlink()
                 break
-        return both[not numbers]
+        return found[wanted]
 
     def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
-        """Return (volume, numbers). numbers: NUMBERS, NaN for those of a missing mask; the file's Volume.summary()."""
+        """Return (measurements, volume). measurements: MEASUREMENTS, then the file's Volume.summary()."""
         volume, summary = self._open(path, "bilinear")
         if volume.min() == volume.max():
             raise ValueError("holds one value everywhere")
@@ -325,11 +328,12 @@ class Volumes:
         calcium = hu[0].numpy() > 130
         parts = label(calcium, np.ones((3, 3, 3)))[1]
         sizes = np.log1p([calcium.sum() * voxel.prod(), parts])
-        numbers = torch.tensor([*sizes, float(hu.mean()), *measure_mask(hu[0], inside[0] > 0, voxel), *summary])
+        measurements = torch.tensor([*sizes, float(hu.mean()), *measure_mask(hu[0], inside[0] > 0, voxel), *summary])
         low, high = self.hu_window
-        channels = [((hu - low) / (high - low)).clip(0, 1), inside]
-        channels = channels[: 1 + (self.mask_mode == "channel")]
-        return torch.cat([resize(channel, self.image_size) for channel in channels]).to(torch.float16), numbers
+        channels = [((hu - low) / (high - low)).clip(0, 1)]
+        if self.mask_mode == "channel":
+            channels.append(inside)
+        return measurements, torch.cat([resize(channel, self.image_size) for channel in channels]).to(torch.float16)
 
     def _open(self, path: str, mode: str) -> tuple[Tensor, np.ndarray]:
         """Read a file as a float32 MetaTensor (1, X, Y, Z), reoriented and resampled, and its Volume.summary()."""
@@ -421,36 +425,35 @@ class MultiGPUSurvivalDataset(Dataset):
         if rows is None:
             rows = np.flatnonzero(self.cohort.table[fold_column.lower()] == fold)
         self.rows, self.columns, self.volumes = np.asarray(rows), columns, volumes or Volumes()
-        self.cached = self.replaced = len(self.rows)
+        self.epoch_size, self.replaced_per_epoch = len(self.rows), 0
         self.memory = None
         if use_smart_cache:
-            self.cached = max(1, int(cache_rate * len(self.rows)))
-            self.replaced = min(math.ceil(replace_rate * self.cached), len(self.rows) - self.cached)
+            size = self.epoch_size = max(1, int(cache_rate * len(self.rows)))
+            self.replaced_per_epoch = min(math.ceil(replace_rate * size), len(self.rows) - size)
             self.rows = self.rows[np.random.default_rng(seed % 2**63).permutation(len(self.rows))]
-            shape = self.cached, 1 + (self.volumes.mask_mode == "channel"), *self.volumes.image_size
-            shared = du.share_bytes(8 * self.cached + 2 * math.prod(shape))
+            shape = size, *self.volumes.shape
+            shared = du.share_bytes(8 * size + 2 * math.prod(shape))
             if shared is None:
                 du.print_main("warning: no room for the smart cache; volumes are loaded again in each epoch")
             else:
                 # for each slot: 1 + the number of its case (0 if empty), and the volume of its case
-                known, volumes = np.split(shared, [8 * self.cached])
+                known, volumes = np.split(shared, [8 * size])
                 self.memory = known.view(np.int64), volumes.view(np.float16).reshape(shape)
 
     def __len__(self) -> int:
         """Number of cases in an epoch."""
-        return self.cached
+        return self.epoch_size
 
-    def numbers(self, indices, epoch: int) -> np.ndarray:
-        """Map indices of an epoch to running numbers over all epochs; modulo len(rows) they are positions in rows."""
-        moved = epoch * self.replaced if self.cached < len(self.rows) else 0
-        return np.asarray(indices) + moved
+    def running_index(self, indices, epoch: int) -> np.ndarray:
+        """Map indices of an epoch to running indices over all epochs; modulo len(rows) they are positions in rows."""
+        return np.asarray(indices) + epoch * self.replaced_per_epoch
 
     def rows_of(self, indices, epoch: int) -> np.ndarray:
         """Map indices of an epoch to rows of the cohort."""
-        return self.rows[self.numbers(indices, epoch) % len(self.rows)]
+        return self.rows[self.running_index(indices, epoch) % len(self.rows)]
 
     def __getitem__(self, index: int) -> dict:
-        number = int(self.numbers(index, getattr(index, "epoch", 0)))
+        number = int(self.running_index(index, getattr(index, "epoch", 0)))
         row = int(self.rows[number % len(self.rows)])
         cohort, error = self.cohort, ""
         item = {"index": row, "time": float(cohort.time[row]), "event": bool(cohort.event[row])}
@@ -461,8 +464,7 @@ class MultiGPUSurvivalDataset(Dataset):
                 item["image"] = self._volume(row, number)
             except Exception as reason:
                 # NaN, so that a loop that ignores `error` cannot train on an unusable image
-                shape = 1 + (self.volumes.mask_mode == "channel"), *self.volumes.image_size
-                item["image"] = torch.full(shape, math.nan, dtype=torch.float16)
+                item["image"] = torch.full(self.volumes.shape, math.nan, dtype=torch.float16)
                 error = fault_of(cohort, row, reason)
         return item | {"error": error}
 
@@ -470,45 +472,43 @@ class MultiGPUSurvivalDataset(Dataset):
         if not self.memory:
             return self.volumes.load(self.cohort.path[row], self.cohort.mask[row])
         known, volumes = self.memory
-        place = number % self.cached
+        place = number % self.epoch_size
         if known[place] != number + 1:
             volumes[place] = self.volumes.load(self.cohort.path[row], self.cohort.mask[row]).numpy()
             known[place] = number + 1
         return torch.from_numpy(volumes[place].copy())
 
-    def check(self, threads: int) -> list[str]:
-        """All ranks: read every volume once, into the disk cache. Returns an error line for each unusable volume.
+    def measure_volumes(self, threads: int) -> np.ndarray:
+        """All ranks: read every volume once, into the disk cache, and set MEASUREMENTS in the cohort's table.
 
-        If there are none, sets NUMBERS in the cohort's table, and self.summaries (cases, 6), see Volume.summary().
+        Returns (cases, 6), see Volume.summary(). Raises InputError if a volume is unusable.
         """
         rank, world_size = du.world()
         cohort = self.cohort
 
-        def look(row: int) -> tuple[str, list[float]]:
+        def measure(row: int) -> tuple[str, list[float]]:
             try:
-                return "", self.volumes.load(cohort.path[row], cohort.mask[row], numbers=True).tolist()
+                return "", self.volumes.load(cohort.path[row], cohort.mask[row], measurements=True).tolist()
             except Exception as reason:
                 return fault_of(cohort, row, reason), []
 
         with ThreadPoolExecutor(max(1, threads)) as pool:
             own = self.rows[rank::world_size].tolist()
-            own = list(tqdm(pool.map(look, own), "reading volumes", len(own), delay=3, mininterval=2, disable=rank > 0))
+            done = pool.map(measure, own)
+            own = list(tqdm(done, "reading volumes", len(own), delay=3, mininterval=2, disable=rank > 0))
         found = [None] * len(self.rows)
         for first, part in enumerate(du.gather_objects(own)):
             found[first::world_size] = part
-        faults = [fault for fault, _ in found if fault]
-        if faults:
-            return faults
-        measured, self.summaries = np.split(np.array([numbers for _, numbers in found]), [len(NUMBERS)], axis=1)
-        for name, values in zip(NUMBERS, measured.T, strict=True):
-            if name not in cohort.table:
-                cohort.table[name] = ""
+        refuse([fault for fault, _ in found if fault], "volumes cannot be used")
+        measured, summaries = np.split(np.array([values for _, values in found]), [len(MEASUREMENTS)], axis=1)
+        for name, values in zip(MEASUREMENTS, measured.T, strict=True):
+            cohort.table[name] = ""
             cohort.table.loc[self.rows, name] = values.astype(str)
         empty = np.isnan(measured[:, -1]).sum()
         if self.volumes.mask_mode and empty:
             effect = "are taken whole" if self.volumes.mask_mode == "crop" else "have zeros for it"
             du.print_main(f"{empty} of {len(found)} cases have no mask, or an empty one, and {effect}")
-        return []
+        return summaries
 
 
 def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:

@@ -9,15 +9,25 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from tasks.survival.data import Cohort, MultiGPUSurvivalDataset
+from tasks.survival.data import MultiGPUSurvivalDataset
 from utils.cli import InputError
 from utils.stats import RESAMPLES, interval_of_resamples, resample_cases, shown
-from utils.tables import find_column
 
 
 def outcome(data: MultiGPUSurvivalDataset) -> tuple[ndarray, ndarray]:
     """(times in years, events) of a data set's cases."""
     return data.cohort.time[data.rows], data.cohort.event[data.rows]
+
+
+def cases_of(data: MultiGPUSurvivalDataset, stratum_column: str | None) -> pd.DataFrame:
+    """Table of a data set's cases: row of the cohort, case, time, event and, with a stratum column, stratum."""
+    time, event = outcome(data)
+    cases = pd.DataFrame({"row": data.rows, "case": data.cohort.case[data.rows], "time": time, "event": event})
+    if stratum_column:
+        # numbered over the whole cohort, so that a stratum has the same number in all folds
+        strata = np.unique(data.cohort.column(stratum_column), return_inverse=True)[1]
+        cases["stratum"] = strata[data.rows]
+    return cases
 
 
 # --- survival curves --------------------------------------------------------------------------------------------------
@@ -35,7 +45,7 @@ def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> 
     return np.concatenate([[1.0], np.cumprod(1 - share)])[np.searchsorted(times, at, side="right")]
 
 
-def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
+def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
     """Breslow's (1974) cumulative baseline hazard, in logarithms to avoid overflow. until: end of follow-up."""
     time, event = outcome(data)
     times, events = np.unique(time[event], return_counts=True)
@@ -51,22 +61,24 @@ def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
     }
 
 
-def fit_reference(parts: ndarray, data: MultiGPUSurvivalDataset) -> dict:
-    """Fit the baseline hazard and the percentiles 0 to 100 of the risk to the training patients' centred log-hazards.
+def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
+    """Describe the training patients' log-hazards: baseline hazard, percentiles 0 to 100, and the parts' centres.
 
-    parts: (n, 2) parts of the log-hazards, from columns and image.
+    parts: (n, 2) parts of the log-hazards, from columns and image. unseen: those that the baseline hazard and the
+    percentiles are fitted to, each predicted by a network that was not trained on the case.
     """
-    log_hazard = (parts - parts.mean(0)).sum(1)
+    log_hazard = (unseen - unseen.mean(0)).sum(1)
     percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
-    return fit_baseline(log_hazard, data) | {"percentiles": percentiles.tolist()}
+    baseline_hazard = fit_baseline_hazard(log_hazard, train)
+    return baseline_hazard | {"percentiles": percentiles.tolist(), "centres": parts.mean(0).tolist()}
 
 
-def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
+def survival_curves(baseline_hazard: dict, log_hazard: ndarray, at) -> ndarray:
     """Survival probabilities S(t|x) = exp(-H0(t) exp(log_hazard)), (n, len(at)); NaN beyond the follow-up."""
-    steps = np.concatenate([[-np.inf], baseline["log_hazard"]])
-    hazard = steps[np.searchsorted(baseline["time"], at, side="right")] + log_hazard[:, None]
+    steps = np.concatenate([[-np.inf], baseline_hazard["log_hazard"]])
+    hazard = steps[np.searchsorted(baseline_hazard["time"], at, side="right")] + log_hazard[:, None]
     with np.errstate(over="ignore"):
-        return np.where(np.asarray(at) <= baseline["until"], np.exp(-np.exp(hazard)), np.nan)
+        return np.where(np.asarray(at) <= baseline_hazard["until"], np.exp(-np.exp(hazard)), np.nan)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -74,7 +86,7 @@ def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
 
 def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndarray, group: ndarray) -> ndarray:
     """Harrell's C within groups for each resample of resample_cases(); NaN without a comparable pair."""
-    first, comes_first, in_order = compare(log_hazard, time, event, group)
+    first, comes_first, in_order = compare_pairs(log_hazard, time, event, group)
     pairs, right = (
         (counts[:, first] * (counts @ table.astype(np.float32).T)).sum(1, dtype=float)
         for table in (comes_first, comes_first * in_order)
@@ -84,11 +96,13 @@ def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndar
 
 def concordance(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray | None = None) -> float:
     """Harrell's C over the comparable pairs within groups; ties of log-hazards count half. NaN without such pairs."""
-    _, comes_first, in_order = compare(log_hazard, time, event, np.zeros(len(time)) if group is None else group)
+    _, comes_first, in_order = compare_pairs(log_hazard, time, event, np.zeros(len(time)) if group is None else group)
     return float((comes_first * in_order).sum() / comes_first.sum()) if comes_first.any() else np.nan
 
 
-def compare(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray) -> tuple[ndarray, ndarray, ndarray]:
+def compare_pairs(
+    log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray
+) -> tuple[ndarray, ndarray, ndarray]:
     """Compare each row that has an event with all rows. Returns (rows with an event, comes_first, in_order).
 
     comes_first (events, rows): whether the event is known to precede a row of its group. in_order (events, rows):
@@ -105,8 +119,7 @@ def score(
     val: MultiGPUSurvivalDataset,
     train: MultiGPUSurvivalDataset,
     years: list[float],
-    baseline: dict | None = None,
-    name: str = "val",
+    baseline_hazard: dict | None = None,
 ) -> dict[str, float]:
     """C (Harrell, Uno), AUC and, with a baseline hazard, Brier scores of a fold, by torchsurv in float64.
 
@@ -117,11 +130,11 @@ def score(
     from torchsurv.metrics.brier_score import BrierScore
     from torchsurv.metrics.cindex import ConcordanceIndex
 
-    (time, event), known = outcome(val), outcome(train)
-    end = min(time.max(), known[0].max())
+    (time, event), (train_time, train_event) = outcome(val), outcome(train)
+    end = min(time.max(), train_time.max())
 
     def weight(at) -> Tensor:
-        left = kaplan_meier(*known, np.asarray(at), censoring=True)
+        left = kaplan_meier(train_time, train_event, np.asarray(at), censoring=True)
         return torch.from_numpy(np.divide(1.0, left, out=np.zeros_like(left), where=left > 0))
 
     cases = torch.from_numpy(log_hazard), torch.from_numpy(event), torch.from_numpy(time)
@@ -136,60 +149,47 @@ def score(
         values = Auc()(*cases, new_time=at, weight=weight(time), weight_new_time=weight(at)).reshape(-1).tolist()
         metrics |= {"auc": sum(values) / len(values)}
         metrics |= {f"auc/{year:g}y": value for year, value in zip(years, values, strict=True)}
-    if years and baseline:
+    if years and baseline_hazard:
         at = np.union1d(np.linspace(time.min(), years[-1], 100), years)
-        curves = torch.from_numpy(survival(baseline, log_hazard, at))
+        curves = torch.from_numpy(survival_curves(baseline_hazard, log_hazard, at))
         brier = BrierScore()
         values = brier(curves, *cases[1:], torch.from_numpy(at), weight(time), weight(at)).numpy()
         metrics["ibs"] = float(brier.integral())
         metrics |= {f"brier/{year:g}y": float(values[at == year][0]) for year in years}
-    return {f"{name}/{key}": value for key, value in metrics.items()}
+    return metrics
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def true_risk(val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
-    """Return {"true_risk": ...} for synthetic data: the log-hazards that outcomes were drawn from; otherwise {}."""
-    truth = val.cohort.table.get("true_log_hazard")
-    return {} if truth is None else {"true_risk": (pd.to_numeric(truth).to_numpy(float)[val.rows], None)}
-
-
-def strata(cohort: Cohort, column: str | None, rows: ndarray) -> ndarray | None:
-    """Values of --stratum_column in these rows, as integers; None without the flag. Raises InputError."""
-    if not column:
-        return None
-    everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
-    return np.unique(cohort.table[find_column(everything, column)], return_inverse=True)[1][rows]
-
-
-def compare_models(
-    risks: dict[str, ndarray], time: ndarray, event: ndarray, case: ndarray, fold: ndarray, stratum: ndarray | None
-) -> tuple[dict[str, dict], pd.DataFrame]:
+def compare_models(risks: dict[str, ndarray], cases: pd.DataFrame) -> tuple[dict[str, dict], pd.DataFrame]:
     """C of each model over the pairs within folds, and a paired test of the first model against every other.
 
-    Arrays have one row per case and repeat. Cases are resampled within the first fold in which they occur. Returns
-    ({name: scores}, table).
+    cases: cases_of() and the fold of each row; there is one row per case and repeat. Cases are resampled within the
+    first fold in which they occur. Returns ({name: scores}, table).
     """
+    time, event, case, fold = (cases[name].to_numpy() for name in ("time", "event", "case", "fold"))
     counts = resample_cases(case, fold)
-    scores, rows, own = {}, {}, None
+    scores, rows = {}, {}
     for name, risk in risks.items():
+        c_index = concordance(risk, time, event, fold)
         resampled = resampled_c(risk, time, event, counts, fold)
         low, high = interval_of_resamples(resampled)
-        found = {"c_index": concordance(risk, time, event, fold), "c_index_low": low, "c_index_high": high}
-        row = {"C": shown(found["c_index"], low, high)}
-        if stratum is not None:
-            within = fold * (stratum.max() + 1) + stratum
-            found["c_index_within_strata"] = concordance(risk, time, event, within)
-            row["C within"] = f"{found['c_index_within_strata']:.3f}"
-        if own is None:
-            own, lead = resampled, found["c_index"]
+        found = {"c_index": c_index, "c_index_low": low, "c_index_high": high}
+        row = {"C": shown(c_index, low, high)}
+        if "stratum" in cases:
+            stratum = cases["stratum"].to_numpy()
+            within = concordance(risk, time, event, fold * (stratum.max() + 1) + stratum)
+            found["c_index_within_strata"] = within
+            row["C within"] = f"{within:.3f}"
+        if not scores:
+            network_resampled, network_c_index = resampled, c_index
         else:
-            above = own - resampled
+            above = network_resampled - resampled
             above = above[np.isfinite(above)]
             low, high = interval_of_resamples(above)
             p = float(min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES))
-            row |= {"network above": shown(lead - found["c_index"], low, high, "+"), "p": f"{p:.3f}"}
+            row |= {"network above": shown(network_c_index - c_index, low, high, "+"), "p": f"{p:.3f}"}
             found |= {"above_low": low, "above_high": high, "p": p}
         scores[name], rows[name.replace("_and_", " + ").replace("_", " ")] = found, row
     return scores, pd.DataFrame(rows).T
@@ -201,30 +201,26 @@ def key_of(model: str) -> str:
 
 
 def print_table(
-    title: str, models: dict[str, tuple], sets: dict, years: list[float], stratum_column: str | None
+    title: str, models: dict[str, tuple], cases: pd.DataFrame, sets: dict, years: list[float]
 ) -> dict[str, float]:
     """Rank 0: print the scores of the network and the baseline models; returns all scores by name.
 
-    models: {name: (log-hazards, baseline hazard)}, the network first. The test is paired and two-sided.
+    models: {name: (log-hazards, baseline hazard)}, the network first. cases: cases_of() the validation set. The test is
+    paired and two-sided.
     """
-    val = sets["val"]
-    risks = {name: risk for name, (risk, _) in models.items()}
-    together, stratum = np.zeros(len(val.rows), int), strata(val.cohort, stratum_column, val.rows)
-    compared, table = compare_models(risks, *outcome(val), val.cohort.case[val.rows], together, stratum)
-    metrics, columns = {}, {"Uno C": "c_index_uno", "AUC": "auc", "IBS": "ibs"}
-    for place, (name, (risk, baseline)) in enumerate(models.items()):
-        key = key_of(name)
-        metrics |= score(risk, val, sets["all"], years, baseline, key)
-        metrics |= {f"{key}/{metric}": value for metric, value in compared[name].items()}
-        for label, metric in columns.items():
-            value = metrics.get(f"{key}/{metric}")
-            table.loc[table.index[place], label] = "" if value is None else f"{value:.3f}"
+    scores, table = compare_models({name: risk for name, (risk, _) in models.items()}, cases.assign(fold=0))
+    for name, (risk, baseline_hazard) in models.items():
+        scores[name] = score(risk, sets["val"], sets["train"], years, baseline_hazard) | scores[name]
+    columns = {"Uno C": "c_index_uno", "AUC": "auc", "IBS": "ibs"}
+    for label, metric in columns.items():
+        table[label] = [f"{found[metric]:.3f}" if metric in found else "" for found in scores.values()]
     order = [name for name in ("C", "C within", *columns, "network above", "p") if name in table]
-    print(f"\n{title}: {len(val.rows)} cases, {outcome(val)[1].sum()} events")
+    print(f"\n{title}: {len(cases)} cases, {cases['event'].sum()} events")
     print(table[order].fillna("").to_string())
-    horizons = {f"{y:g} y": [metrics.get(f"val/{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
+    network = scores["network"]
+    horizons = {f"{y:g} y": [network.get(f"{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
     print(pd.DataFrame(horizons, ["AUC", "Brier"]).T.dropna().round(3).to_string(), flush=True)
-    return metrics
+    return {f"{key_of(name)}/{metric}": value for name, found in scores.items() for metric, value in found.items()}
 
 
 def folds_of(folder: Path) -> list[Path]:
@@ -235,44 +231,34 @@ def folds_of(folder: Path) -> list[Path]:
     return [folder / f"repeat_{repeat}" / f"fold_{fold}" for repeat in repeats for fold in folds]
 
 
-def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
+def print_cross_validation(folder: Path, metrics: list[dict], cases: pd.DataFrame, args) -> None:
     """Rank 0: print each model's C, pooled over pairs within folds and by fold; with repeats, also of the mean risk.
 
-    results: (repeat, fold, metrics, validation set, {model: log-hazards}) of each training. Writes summary.json and
-    cross_validation.csv.
+    metrics: of each training. cases: repeat, fold, cases_of() the validation sets, and each model's log-hazards. Writes
+    summary.json and cross_validation.csv.
     """
-    scores = pd.DataFrame([metrics for _, _, metrics, _, _ in results])
+    scores = pd.DataFrame(metrics)
     # means of interval bounds or p values are meaningless
     scores = scores[[name for name in scores if not name.endswith(("_low", "_high", "/p"))]]
     summary = scores.mean().to_dict() | {f"{name}_sd": value for name, value in scores.std().items()}
 
-    cases = []
-    for repeat, fold, _, val, risks in results:
-        own = {"repeat": repeat, "fold": fold, "row": val.rows, "case": val.cohort.case[val.rows]}
-        own |= dict(zip(("time", "event"), outcome(val), strict=True))
-        cases.append(pd.DataFrame(own | risks))
-    cases = pd.concat(cases, ignore_index=True)
-    models = {name: cases[name].to_numpy() for name in results[0][4]}
+    risks = {name: cases[name].to_numpy() for name in cases.loc[:, "network":]}
     if args.repeats > 1:
         mean = cases.groupby("row")["network"].transform("mean").to_numpy()
-        models = {"network": models["network"], "mean_of_repeats": mean} | models
-    stratum = strata(val.cohort, args.stratum_column, cases["row"])
-    columns = [cases[name].to_numpy() for name in ("time", "event", "case")]
-    number = (cases["repeat"] * args.folds + cases["fold"]).to_numpy()
-    compared, table = compare_models(models, *columns, number, stratum)
+        risks = {"network": risks["network"], "mean_of_repeats": mean} | risks
+    compared, table = compare_models(risks, cases.assign(fold=cases["repeat"] * args.folds + cases["fold"]))
     summary |= {
         f"{key_of(model)}/{key.replace('c_index', 'c_index_pooled')}": value
         for model, found in compared.items()
         for key, value in found.items()
     }
-    for place, model in enumerate(models):
-        own = scores.get(f"{key_of(model)}/c_index")
-        table.loc[table.index[place], "mean of folds"] = "" if own is None else f"{own.mean():.3f} +- {own.std():.3f}"
+    by_fold = [scores.get(f"{key_of(model)}/c_index") for model in compared]
+    table["mean of folds"] = ["" if c is None else f"{c.mean():.3f} +- {c.std():.3f}" for c in by_fold]
     summary |= {"folds": args.folds, "repeats": args.repeats}
-    cases = cases.rename(columns={"network": "log_hazard"}).drop(columns="row")
+    cases = cases.rename(columns={"network": "log_hazard"}).drop(columns=["row", "stratum"], errors="ignore")
     cases.to_csv(folder / "cross_validation.csv", index=False)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{len(results)} folds, last epochs; C over pairs within folds, with patients resampled within folds")
+    print(f"\n{len(metrics)} folds, last epochs; C over pairs within folds, with patients resampled within folds")
     print(table.fillna("").to_string(), flush=True)
 
 
@@ -288,23 +274,23 @@ def predictions(
     to the mean training patient. Percentiles and S(t) need a reference for every model.
     """
     time, event = outcome(data)
-    known = np.isfinite(time)
-    frame = {"case": data.cohort.case[data.rows], "time_years": time, "event": np.where(known, event, np.nan)}
+    event = np.where(np.isfinite(time), event, np.nan)
+    frame = {"case": data.cohort.case[data.rows], "time_years": time, "event": event}
     centred = [parts - (reference["centres"] if reference else 0) for parts, reference in models]
     risks = [parts.sum(1) for parts in centred]
     frame["log_hazard"] = np.mean(risks, 0)
-    frame |= dict(zip(("of_columns", "of_image"), np.mean(centred, 0).T, strict=True))
+    frame["of_columns"], frame["of_image"] = np.mean(centred, 0).T
     references = [reference for _, reference in models]
     if all(references):
-        both = list(zip(references, risks, strict=True))
-        frame["percentile"] = np.mean([np.interp(risk, of["percentiles"], np.arange(101)) for of, risk in both], 0)
-        frame |= {
-            f"S({year:g}y)": np.mean([survival(of, risk, [year])[:, 0] for of, risk in both], 0) for year in years
-        }
+        pairs = list(zip(references, risks, strict=True))
+        percentiles = [np.interp(risk, reference["percentiles"], np.arange(101)) for reference, risk in pairs]
+        frame["percentile"] = np.mean(percentiles, 0)
+        curves = [survival_curves(reference, risk, years) for reference, risk in pairs]
+        frame |= {f"S({year:g}y)": curve for year, curve in zip(years, np.mean(curves, 0).T, strict=True)}
     return pd.DataFrame(frame)
 
 
-def read_rival(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
+def read_other_run(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
     """Read another run's results on this validation fold as {"other_run": (log-hazards, baseline hazard)}.
 
     {} if folder is None. Raises InputError.
@@ -314,21 +300,21 @@ def read_rival(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tu
     path = Path(folder, "predictions.csv")
     try:
         table = pd.read_csv(path, dtype={"case": str})
-        baseline = json.loads(Path(folder, "baseline.json").read_text(encoding="utf-8"))
+        reference = json.loads(Path(folder, "baseline.json").read_text(encoding="utf-8"))
         table = table[table["fold"] == "val"]
         cases, log_hazard = table["case"].tolist(), table["log_hazard"].to_numpy(float)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{path}: not a finished run's predictions ({error}); check --rival_run") from None
     if cases != val.cohort.case[val.rows].tolist():
         raise InputError(f"{path}: has other validation cases than this run; give both the same fold")
-    return {"other_run": (log_hazard, baseline)}
+    return {"other_run": (log_hazard, reference)}
 
 
-def read_baseline(folder: Path, step: int) -> dict | None:
+def read_reference(folder: Path, step: int) -> dict | None:
     """Read baseline.json; None if it does not exist or belongs to another step's checkpoint."""
     path = folder / "baseline.json"
-    baseline = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return baseline if baseline.get("step") == step else None
+    reference = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return reference if reference.get("step") == step else None
 
 
 def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], args, trained: set[str]) -> None:
@@ -342,23 +328,25 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], ar
     if "percentile" not in frame:
         print("no percentile and no S(t): they are known of the weights alone that a run ended with")
     known = frame[frame["time_years"].notna()]
-    columns = [known[name].to_numpy() for name in ("log_hazard", "time_years", "event", "case")]
-    columns[2] = columns[2] == 1
-    if np.isfinite(concordance(*columns[:3])):
-        _, table = compare_models({"network": columns[0]}, *columns[1:], np.zeros(len(known), int), None)
-        print(f"{len(known)} with outcomes, {columns[2].sum()} events: C {table.loc['network', 'C']}")
+    known = known.rename(columns={"time_years": "time"}).assign(event=known["event"] == 1, fold=0)
+    scores, table = compare_models({"network": known["log_hazard"].to_numpy()}, known)
+    if np.isfinite(scores["network"]["c_index"]):
+        print(f"{len(known)} with outcomes, {known['event'].sum()} events: C {table.loc['network', 'C']}")
+        time, event = known["time"].to_numpy(), known["event"].to_numpy()
         rows = {
             f"{year:g} y": {
                 "predicted risk": 1 - known[f"S({year:g}y)"].mean(),
-                "observed": 1 - kaplan_meier(*columns[1:3], year),
+                "observed": 1 - kaplan_meier(time, event, year),
             }
             for year in args.eval_years
-            if f"S({year:g}y)" in known and year <= columns[1].max()
+            if f"S({year:g}y)" in known and year <= time.max()
         }
         print(pd.DataFrame(rows).T.round(3).to_string() if rows else "", flush=True)
 
 
-def draw(log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], baseline: dict, metrics: dict):
+def draw_figure(
+    log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], baseline_hazard: dict, metrics: dict
+):
     """Figure of Kaplan-Meier curves for thirds by predicted risk, and of calibration in fifths at each horizon."""
     from matplotlib.figure import Figure
 
@@ -373,7 +361,7 @@ def draw(log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], 
     for year in years:
         auc = metrics.get(f"val/auc/{year:g}y")
         if auc is not None:
-            risk = 1 - survival(baseline, log_hazard, [year])[:, 0]
+            risk = 1 - survival_curves(baseline_hazard, log_hazard, [year])[:, 0]
             fifths = np.array_split(np.argsort(risk), 5)
             observed = [1 - kaplan_meier(time[rows], event[rows], year) for rows in fifths]
             right.plot([risk[rows].mean() for rows in fifths], observed, "o-", label=f"{year:g} y, AUC {auc:.3f}")

@@ -6,11 +6,11 @@ true_log_hazard has the log-hazards that outcomes are drawn from.
 """
 
 import argparse
-import csv
 import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from numpy.random import Generator
 
 from tasks.survival.report import concordance
@@ -66,10 +66,7 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
         rows.append(row | measured | {"true_log_hazard": log_hazard[i]})
     # the table is renamed into place last, so if it exists, the data set is complete
     unfinished = out / ".dataset.csv.tmp"
-    with open(unfinished, "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    pd.DataFrame(rows).to_csv(unfinished, index=False)
     unfinished.replace(out / "dataset.csv")
 
     print(f"{out}: {num_patients} patients, {event.sum()} events, follow-up of {day.min()} to {day.max()} days")
@@ -80,11 +77,11 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
 
 def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) -> tuple[np.ndarray, np.ndarray]:
     """Draw (days, events) from Weibull event times and uniform censoring, with a share event_rate of events."""
-    spread = (-np.log(rng.random(len(log_hazard))) * np.exp(-log_hazard)) ** (1 / WEIBULL_SHAPE)
+    unscaled = (-np.log(rng.random(len(log_hazard))) * np.exp(-log_hazard)) ** (1 / WEIBULL_SHAPE)
     censored = rng.uniform(FIRST_CENSORED, LAST_DAY, len(log_hazard))
     # the largest scale of event times at which a share event_rate of them precedes censoring
-    scale = np.quantile(censored / spread, 1 - event_rate)
-    days = scale * spread
+    scale = np.quantile(censored / unscaled, 1 - event_rate)
+    days = scale * unscaled
     return np.clip(np.ceil(np.minimum(days, censored)), FIRST_DAY, LAST_DAY).astype(int), days <= censored
 
 
