@@ -20,7 +20,7 @@ import math
 import re
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -67,8 +67,8 @@ class Stage:
             raise ArgumentTypeError(f"name {self.name!r} must be a word, which does not begin with step_")
         for item in fields(self):
             value = getattr(self, item.name)
-            missing = value is None and item.type == int | None
-            if item.type in (int, int | None) and not missing and (type(value) is not int or value < 1):
+            is_count = item.type in (int, int | None) and value is not None
+            if is_count and (type(value) is not int or value < 1):
                 raise ArgumentTypeError(f"{self.name}: {item.name} {value!r} must be a whole number of at least 1")
         if type(self.physics_weight) not in (int, float) or not 0 <= self.physics_weight < math.inf:
             raise ArgumentTypeError(f"{self.name}: physics_weight {self.physics_weight!r} must be a number from 0")
@@ -85,6 +85,11 @@ class Stage:
     def halvings(self) -> int:
         """Number of times the network halves the grid until no side exceeds token_grid; at least 1."""
         return max(1, math.ceil(math.log2(max(self.volume_size) / self.token_grid)))
+
+    @property
+    def best_names(self) -> tuple[str, str]:
+        """File names of the best checkpoint: the guide's name and this project's."""
+        return f"{self.name}_best.pt", "best.pt"
 
     @property
     def eval_batch(self) -> int:
@@ -109,33 +114,31 @@ def json_object(text: str) -> dict:
     return value
 
 
-def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str], in_config: set[str]) -> list[dict]:
+def choose_stages(args: Namespace, given: set[str], in_config: set[str]) -> list[dict]:
     """Complete the entries of --stage_configs, or the guide's stages if there are none. Raises ArgumentTypeError.
 
     Precedence: command line, entry, config file, flag's default, guide's stage. Without entries: command line, config
     file, guide's stage, flag's default. given, in_config: flags set on the command line and in the config file.
     """
-    stages = [replace(stage) for stage in GUIDE]
-    if entries:
-        stages = []
-        for k, entry in enumerate(entries):
-            open_values = {"batch_size": None, "accumulation_steps": None, "physics_weight": None}
-            guide = replace(GUIDE[min(k, 2)], name=f"stage{k + 1}", **open_values)
-            for key in entry.keys() - asdict(guide).keys():
-                near = get_close_matches(key, asdict(guide), n=1)
-                hint = f", did you mean {near[0]!r}" if near else ""
-                raise ArgumentTypeError(f"stage {k + 1}: unknown key {key!r}{hint}")
-            stages.append(replace(guide, **entry))
-    flags = {"accumulation_steps": "gradient_accumulation_steps"}
-    wins = given if entries else given | in_config
-    for k, stage in enumerate(stages):
-        for key in ("batch_size", "accumulation_steps", "num_epochs", "effective_batch_size", "physics_weight"):
-            flag = flags.get(key, key)
-            if getattr(stage, key) is None or flag in wins:
-                setattr(stage, key, getattr(args, flag))
-        if stage.physics_weight is None:
-            stage.physics_weight = GUIDE[min(k, 2)].physics_weight
-        stage.check()
+    guide = [asdict(stage) for stage in GUIDE]
+    entries, first = args.stage_configs, given
+    if not entries:
+        entries, first = guide, given | in_config
+    names = ("batch_size", "gradient_accumulation_steps", "num_epochs", "effective_batch_size", "physics_weight")
+    keys = {name: name.removeprefix("gradient_") for name in names}
+    flags = {key: getattr(args, name) for name, key in keys.items()}
+    overrides = {key: flags[key] for name, key in keys.items() if name in first}
+    stages = []
+    for k, entry in enumerate(entries):
+        for key in entry.keys() - guide[0].keys():
+            near = get_close_matches(key, guide[0], n=1)
+            hint = f", did you mean {near[0]!r}" if near else ""
+            raise ArgumentTypeError(f"stage {k + 1}: unknown key {key!r}{hint}")
+        values = guide[min(k, 2)] | {"name": f"stage{k + 1}"}
+        for layer in (flags, entry, overrides):
+            values |= {key: value for key, value in layer.items() if value is not None}
+        stages.append(Stage(**values))
+        stages[k].check()
     if any(max(a.volume_size) > max(b.volume_size) for a, b in pairwise(stages)):
         raise ArgumentTypeError("a stage's volume_size may not be smaller than that of the stage before")
     if len({stage.name for stage in stages}) < len(stages):
@@ -146,7 +149,6 @@ def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str], 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__, sections=("xray_config", "training", "data"))
     advanced = parser.advanced.add_argument
-
     yes_no = BooleanOptionalAction
 
     add = parser.add_argument_group("data").add_argument
@@ -220,16 +222,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text = "synonym of --gradient_accumulation_steps"
     advanced("--accumulation_steps", dest="gradient_accumulation_steps", type=whole(1), help=text)
     args = parser.parse(argv)
-    if args.encoder_dim % 16 or args.img_size % 8 or args.num_timesteps % args.ddim_steps:
-        parser.error("--encoder_dim must be a multiple of 16, --img_size of 8, and --ddim_steps divide --num_timesteps")
+    if args.encoder_dim % 16 or args.img_size % 8:
+        parser.error("--encoder_dim must be a multiple of 16, and --img_size of 8")
     if args.split_files and len(args.split_files) not in (2, 3):
         parser.error("--split_files: give TRAIN VAL TEST, or TRAIN TEST")
-    if args.regression and (args.num_samples > 1 or not args.v_parameterization):
-        parser.error("--regression gives one volume, by v: leave out --num_samples and --no-v_parameterization")
     try:
         in_config = parser.given(parser.config_words(args.config)) if args.config else set()
-        args.stage_configs = choose_stages(args.stage_configs, args, parser.given(argv), in_config)
-    except (ArgumentTypeError, TypeError, ValueError) as error:
+        args.stage_configs = choose_stages(args, parser.given(argv), in_config)
+    except ArgumentTypeError as error:
         parser.error(f"--stage_configs: {error}")
     # the last stage's values, for tools that try one step; training uses each stage's own
     args.batch_size, args.gradient_accumulation_steps, args.effective_batch_size = (
@@ -254,19 +254,20 @@ from torch.utils.data import DataLoader, Subset
 import distributed_utils as du
 from hardware_utils import GroupNorm, autocast, check_accelerate, set_precision
 from tasks.cascade import report
-from tasks.cascade.data import KNOWN, PRIOR_SIDE, Data, XrayCtDataset, find_patients, make_drrs
+from tasks.cascade.data import PRIOR_SIDE, Data, XrayCtDataset, find_patients, load_xrays, make_drrs
 from tasks.cascade.geometry import (
     HU_PER_UNIT,
+    PRIOR_RANK,
     VIEWS,
     Grey,
-    Measured,
     Prior,
-    agree,
+    RaySums,
     back_projection,
     lift,
-    measure,
+    make_consistent,
     normalise,
     project,
+    ray_sums,
     rays_of,
     resize,
 )
@@ -319,10 +320,9 @@ class XrayEncoder(nn.Module):
 
     def __init__(self, views: int, dim: int):
         super().__init__()
-        layers, before = [], 1
-        for channels in (dim // 8, dim // 4, dim):
+        layers = []
+        for before, channels in pairwise((1, dim // 8, dim // 4, dim)):
             layers += [nn.Conv2d(before, channels, 3, 2, 1), norm(channels), nn.SiLU()]
-            before = channels
         self.layers = nn.Sequential(*layers, nn.Conv2d(dim, dim, 3, 1, 1), norm(dim), nn.SiLU())
         self.view = nn.Parameter(0.02 * torch.randn(views, dim))
 
@@ -374,21 +374,21 @@ class ConvBlock(nn.Module):
         return x + self.conv2(F.silu(hidden))
 
 
-class Known(NamedTuple):
-    """Quantities that a stage derives from the X-rays and the previous stage, without its own network.
+class StageInput(NamedTuple):
+    """What a stage derives from the X-rays and the previous stage, without its own network.
 
     start: volume to which the network adds the residual; linear: linear posterior; both (B, 1, X, Y, Z). level (B,):
-    standard deviation of the noise in the start. measured: the X-rays as sums along rays.
+    standard deviation of the noise in the start. rays: the X-rays as sums along rays.
     """
 
     start: Tensor
     linear: Tensor
     level: Tensor
-    measured: Measured
+    rays: RaySums
 
 
 class StageNet(nn.Module):
-    """The network of one stage: predicts v at full resolution from the noisy residual, the X-rays and a `Known`.
+    """The network of one stage: predicts v at full resolution from the noisy residual, the X-rays and a StageInput.
 
     The voxels of each 2^3 cell become channels, because layers at full resolution would cost most of the memory and
     time. A convolutional U-Net surrounds the transformer, because tokens alone cannot represent the predicted noise.
@@ -407,8 +407,7 @@ class StageNet(nn.Module):
         self.token_grid = min(16, args.img_size // 8)
         self.picture_position = nn.Parameter(0.02 * torch.randn(1, self.token_grid**2, dim))
         self.to_tokens = nn.Linear(args.encoder_dim, dim)
-        embeddings = (nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim)) for _ in range(2))
-        self.time, self.noise = embeddings
+        self.time, self.noise = (nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim)) for _ in range(2))
         self.whole_picture = nn.Linear(dim, dim)
 
         self.stem = nn.Conv3d(8 * (3 + args.num_views), widths[0], 3, 1, 1)
@@ -424,39 +423,39 @@ class StageNet(nn.Module):
             if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
                 module.to(memory_format=torch.channels_last_3d)
 
-    def part(self, module: nn.Module, *inputs: Tensor) -> Tensor:
+    def checkpointed(self, module: nn.Module, *inputs: Tensor) -> Tensor:
         if self.checkpointing and torch.is_grad_enabled():
             return recompute(module, *inputs, use_reentrant=False, preserve_rng_state=False)
         return module(*inputs)
 
-    def forward(self, noisy: Tensor, time: Tensor, xrays: Tensor, known: Known) -> Tensor:
+    def forward(self, noisy: Tensor, time: Tensor, xrays: Tensor, given: StageInput) -> Tensor:
         """Predict v (B, 1, X, Y, Z) in fp32. noisy: (B, 1, X, Y, Z); time: (B,) in 0..1; xrays: (B, views, H, W)."""
         views = range(xrays.shape[1])
-        features = self.part(self.encoder, xrays)
+        features = self.checkpointed(self.encoder, xrays)
         pooled = resize(features.flatten(0, 1), (self.token_grid,) * 2).to(features.dtype)
         tokens = self.to_tokens(tokens_of(pooled)) + self.picture_position
         tokens = tokens.unflatten(0, features.shape[:2]).flatten(1, 2)
         width = self.position.shape[-1]
-        condition = self.time(sinusoid(time, width)) + self.noise(sinusoid(known.level, width))
+        condition = self.time(sinusoid(time, width)) + self.noise(sinusoid(given.level, width))
         condition = condition + self.whole_picture(tokens.mean(1))
 
-        volumes = [(volume - CT_MEAN) / CT_STD for volume in (known.start, known.linear)]
+        volumes = [(volume - CT_MEAN) / CT_STD for volume in (given.start, given.linear)]
         x = torch.cat([noisy, *volumes, *(lift(xrays[:, view, None], view, self.size) for view in views)], 1)
         x = self.stem(fold(x).contiguous(memory_format=torch.channels_last_3d))
         skips = []
         for k, block in enumerate(self.down_blocks):
-            x = self.part(block, self.shrink[k - 1](x) if k else x, condition)
+            x = self.checkpointed(block, self.shrink[k - 1](x) if k else x, condition)
             skips.append(x)
 
         # transformer input: volume tokens + X-ray features at the tokens' positions + position embedding
         lifted = sum(lift(features[:, view], view, self.grid) for view in views) / len(views)
         x = self.enter(tokens_of(x)) + self.to_tokens(tokens_of(lifted)) + self.position
         for block in self.blocks:
-            x = self.part(block, x, tokens, condition)
+            x = self.checkpointed(block, x, tokens, condition)
         x = self.leave(x).transpose(1, 2).unflatten(2, self.grid)
 
         for k in reversed(range(len(self.up_blocks))):
-            x = self.part(self.up_blocks[k], x + skips[k], condition)
+            x = self.checkpointed(self.up_blocks[k], x + skips[k], condition)
             x = self.grow[k - 1](x) if k else x
         return unfold(self.last(x)).float()
 
@@ -511,7 +510,7 @@ class Cascade(nn.Module):
         self.stages = [Stage(**stage) for stage in args.stage_configs]
         # stds: root mean square error of each stage's start
         self.greys, self.variance, self.stds = prior.greys, prior.variance, stds
-        self.priors = [prior.on(device, stage.volume_size) for stage in self.stages]
+        self.priors = [prior.to(device, stage.volume_size) for stage in self.stages]
         self.net: StageNet | None = None
         self.averaged = nn.ModuleList()
         # cosine schedule (Nichol & Dhariwal 2021, s = .008); sampling reads it on the host, because all patients share
@@ -542,33 +541,51 @@ class Cascade(nn.Module):
     def forward(self, *inputs) -> Tensor:
         return self.net(*inputs)
 
-    def know(self, k: int, batch: dict, previous: Tensor | None, level: Tensor, stream: int | Tensor) -> Known:
-        """Compute stage k's `Known`, with noise of a level (B,) from a stream added to the previous stage's volume."""
+    @property
+    def current(self) -> int:
+        """Index of the newest stage, which is being trained."""
+        return len(self.averaged) - 1
+
+    def stage_input(
+        self, k: int, batch: dict, level: Tensor, stream: int | Tensor, previous: Tensor | None = None
+    ) -> StageInput:
+        """Compute stage k's input, with noise of a level (B,) from a stream added to the previous stage's volume.
+
+        previous: that volume; default: the previous stage's one-step answer.
+        """
         size = self.stages[k].volume_size
+        if k and previous is None:
+            previous = self.sample(batch, k, one_step=True)[-1]
         with torch.autocast(self.device.type, enabled=False):
             linear = self.priors[k].volume(batch["xrays"], batch["extent"], batch["row"], size)
-            measured = measure(batch["xrays"], batch["extent"], self.greys, size)
+            rays = ray_sums(batch["xrays"], batch["extent"], self.greys, size)
             start, variance, level = linear, self.priors[k].error, level * (k > 0)
             if k:
-                grain = hashed_normal(previous.shape, batch["seed"], stream)
-                start = resize(previous + level[:, None, None, None, None] * grain, size)
+                noise = hashed_normal(previous.shape, batch["seed"], stream)
+                start = resize(previous + level[:, None, None, None, None] * noise, size)
                 variance = self.stds[k - 1] ** 2
             if self.args.xray_agreement:
-                start = agree(start, measured, variance, corrections=4)
-        return Known(start, linear, level, measured)
+                start = make_consistent(start, rays, variance, corrections=4)
+        return StageInput(start, linear, level, rays)
 
-    def denoise(self, k: int, net: nn.Module, noisy: Tensor, timestep: Tensor, batch: dict, known: Known) -> tuple:
+    def levels(self, timestep: Tensor) -> list[Tensor]:
+        """Levels of signal and noise at timesteps (B,), both (B, 1, 1, 1, 1)."""
+        return [table[timestep][:, None, None, None, None] for table in (self.signal, self.noise)]
+
+    def denoise(self, k: int, net: nn.Module, noisy: Tensor, timestep: Tensor, batch: dict, given: StageInput) -> tuple:
         """Return v and the clean volume, both (B, 1, X, Y, Z) fp32, for a noisy residual at timesteps (B,)."""
         if self.args.v_parameterization:
             noisy = noisy * (timestep != self.last)[:, None, None, None, None]
         with autocast(self.device, self.precision):
-            v = net(noisy, (timestep + 1) / self.args.num_timesteps, batch["seen"], known)
-        signal, noise = (table[timestep][:, None, None, None, None] for table in (self.signal, self.noise))
-        return v, known.start + self.stds[k] * (signal * noisy - noise * v)
+            v = net(noisy, (timestep + 1) / self.args.num_timesteps, batch["input_xrays"], given)
+        signal, sigma = self.levels(timestep)
+        return v, given.start + self.stds[k] * (signal * noisy - sigma * v)
 
     @torch.no_grad()
-    def sample(self, batch: dict, stages: int, number: int | Tensor = 0, one_step: bool = False) -> list[Tensor]:
-        """Sample the volumes (B, 1, X, Y, Z) of the first `stages` stages by DDIM (Song et al. 2021).
+    def sample(
+        self, batch: dict, stages: int | None = None, number: int | Tensor = 0, one_step: bool = False
+    ) -> list[Tensor]:
+        """Sample the volumes (B, 1, X, Y, Z) of the first `stages` stages, or of all, by DDIM (Song et al. 2021).
 
         number: index of the sample, an int or (B,); together with the patient it determines the result. one_step:
         return each network's answer at the last timestep.
@@ -579,21 +596,22 @@ class Cascade(nn.Module):
         level = torch.full_like(batch["seed"], PREVIOUS_NOISE_SAMPLING, dtype=torch.float32)
         for k, net in enumerate(self.averaged[:stages]):
             stream = 1000 + 2 * (k + len(self.stages) * number)
-            known = self.know(k, batch, volumes[-1] if volumes else None, level, stream)
-            noisy = torch.zeros_like(known.start)
+            given = self.stage_input(k, batch, level, stream, volumes[-1] if volumes else None)
+            noisy = torch.zeros_like(given.start)
             if len(times) > 1:
                 noisy = hashed_normal(noisy.shape, batch["seed"], stream + 1)
             for t in times:
-                now, final = torch.full_like(batch["seed"], t), t == times[-1]
-                clean = self.denoise(k, net, noisy, now, batch, known)[1].clamp(-1, 1)
+                final = t == times[-1]
+                _, clean = self.denoise(k, net, noisy, torch.full_like(batch["seed"], t), batch, given)
+                clean = clean.clamp(-1, 1)
                 if self.args.xray_agreement:
                     # trust the estimate more as noise decreases, but correct the final volume fully
-                    share = 1 if final else self.host_noise[t]
-                    clean = agree(clean, known.measured, share * self.stds[k] ** 2, corrections=4 if final else 2)
+                    variance = (1 if final else self.host_noise[t]) * self.stds[k] ** 2
+                    clean = make_consistent(clean, given.rays, variance, corrections=4 if final else 2)
                 if not final:
-                    residual = (clean - known.start) / self.stds[k]
-                    grain = (noisy - self.host_signal[t] * residual) / self.host_noise[t]
-                    noisy = self.host_signal[t - every] * residual + self.host_noise[t - every] * grain
+                    residual = (clean - given.start) / self.stds[k]
+                    noise = (noisy - self.host_signal[t] * residual) / self.host_noise[t]
+                    noisy = self.host_signal[t - every] * residual + self.host_noise[t - every] * noise
             volumes.append(clean)
         return volumes
 
@@ -615,37 +633,36 @@ def volume_of(batch: dict) -> Tensor:
     return normalise(batch["volume"].float())[:, None]
 
 
-def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: Tensor | None = None) -> tuple:
-    """Diffusion loss and physics loss of each patient for stage k, both (B,) fp32.
+def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor | None = None) -> tuple:
+    """Diffusion loss and physics loss of each patient for the current stage, both (B,) fp32.
 
     The diffusion loss is the mean square error of v, or of the noise. The physics loss is the projection error of the
     implied clean volume, weighted by alpha_bar(t), because at high noise this volume is a guess. draw (B,): in
     validation, the number of the noise level, from 0 to LOSS_DRAWS - 1; levels are spread evenly over the patients.
     """
-    args, last = cascade.args, cascade.last
+    args, k, last = cascade.args, cascade.current, cascade.last
     if draw is None:
-        blind, share, level = batch["draws"].T
-        timestep, level = (share * (last + 1)).long(), (level * PREVIOUS_NOISE).float()
+        blind, fraction, level = batch["draws"].T
+        timestep, level = (fraction * (last + 1)).long(), (level * PREVIOUS_NOISE).float()
         if args.v_parameterization:
             timestep = timestep.where(blind >= LAST_SHARE, last)
     else:
-        share = (draw + batch["index"] * 0.618034 % 1) / (LOSS_DRAWS - 1)
-        timestep = (share * (last + 1)).long().clamp(max=last)
-        level = torch.full_like(share, PREVIOUS_NOISE_SAMPLING, dtype=torch.float32)
+        fraction = (draw + batch["index"] * 0.618034 % 1) / (LOSS_DRAWS - 1)
+        timestep = (fraction * (last + 1)).long().clamp(max=last)
+        level = torch.full_like(fraction, PREVIOUS_NOISE_SAMPLING, dtype=torch.float32)
     if args.regression:
         timestep = torch.full_like(timestep, last)
 
     stream = 0 if draw is None else 10 * draw
-    previous = cascade.sample(batch, k, one_step=True)[-1] if k else None
-    known = cascade.know(k, batch, previous, level, stream)
-    noise = hashed_normal(known.start.shape, batch["seed"], stream + 1)
-    signal, grain = (table[timestep][:, None, None, None, None] for table in (cascade.signal, cascade.noise))
-    residual = (volume_of(batch) - known.start) / cascade.stds[k]
-    v, clean = cascade.denoise(k, net, signal * residual + grain * noise, timestep, batch, known)
+    given = cascade.stage_input(k, batch, level, stream)
+    noise = hashed_normal(given.start.shape, batch["seed"], stream + 1)
+    signal, sigma = cascade.levels(timestep)
+    residual = (volume_of(batch) - given.start) / cascade.stds[k]
+    v, clean = cascade.denoise(k, net, signal * residual + sigma * noise, timestep, batch, given)
     if args.v_parameterization:
         # at the last timestep the network sees zeros, so it cannot predict the noise
         noise = noise * (timestep != last)[:, None, None, None, None]
-    square = (v - (signal * noise - grain * residual)).square().mean((1, 2, 3, 4))
+    square = (v - (signal * noise - sigma * residual)).square().mean((1, 2, 3, 4))
     alpha_bar = signal.flatten().square()
     # for noise prediction, convert the error of v to an error of the noise
     diffusion = square if args.v_parameterization else alpha_bar * square
@@ -658,58 +675,53 @@ def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: 
 TISSUES = {"lung": (-950, -500), "soft": (-200, 200), "bone": (200, 3000)}
 
 
-def loader_of(dataset: XrayCtDataset | Subset, size: int, args: Namespace):
+def eval_batches(run: Run, dataset: XrayCtDataset | Subset, cascade: Cascade) -> Iterator[dict]:
+    """All ranks: batches of a data set on the current stage's grid."""
+    args, size = cascade.args, cascade.stages[cascade.current].eval_batch
     workers = 0 if args.cache_in_memory else args.num_workers
-    return du.create_distributed_dataloader(dataset, size, train=False, num_workers=workers)
+    return run.batches(du.create_distributed_dataloader(dataset, size, train=False, num_workers=workers))
 
 
 def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
     """Repeat a batch: yield (batch, repetition number of each sample), two repetitions at a time for speed on a CPU."""
     size = len(batch["seed"])
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     for numbers in torch.arange(times, device=batch["seed"].device).split(2):
-        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        yield (
-            {name: torch.cat([value] * len(numbers)) for name, value in tensors.items()},
-            numbers.repeat_interleave(size),
-        )
+        repetitions = {name: torch.cat([value] * len(numbers)) for name, value in tensors.items()}
+        yield repetitions, numbers.repeat_interleave(size)
 
 
-def draw_samples(cascade: Cascade, batch: dict, args: Namespace) -> Tensor:
+def draw_samples(cascade: Cascade, batch: dict) -> Tensor:
     """Draw K = --num_samples volumes of each patient: (K, B, 1, X, Y, Z)."""
-    parts = [
-        cascade.sample(part, len(cascade.averaged), number)[-1] for part, number in repeated(batch, args.num_samples)
-    ]
-    return torch.cat(parts).unflatten(0, (args.num_samples, -1))
+    count = cascade.args.num_samples
+    parts = [cascade.sample(part, number=number)[-1] for part, number in repeated(batch, count)]
+    return torch.cat(parts).unflatten(0, (count, -1))
 
 
 @torch.no_grad()
-def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> dict[str, float]:
+def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> dict[str, float]:
     """All ranks: return val/loss and its parts for the current stage, at fixed noise. Raises RunError if non-finite."""
-    k = len(cascade.averaged) - 1
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
-    for batch in run.batches(loader_of(dataset, cascade.stages[k].eval_batch, args)):
-        losses = [
-            torch.stack(patient_losses(cascade, k, cascade.averaged[k], *part), 1)
-            for part in repeated(batch, LOSS_DRAWS)
-        ]
+    for batch in eval_batches(run, dataset, cascade):
+        parts = repeated(batch, LOSS_DRAWS)
+        losses = [torch.stack(patient_losses(cascade, cascade.averaged[-1], *part), 1) for part in parts]
         losses = torch.cat(losses).unflatten(0, (LOSS_DRAWS, -1))
         table[batch["index"].cpu()] = losses.double().mean(0).cpu()
     diffusion, physics = du.reduce_sum(table).mean(0).tolist()
-    loss = diffusion + cascade.stages[k].physics_weight * physics
+    loss = diffusion + cascade.stages[cascade.current].physics_weight * physics
     if not math.isfinite(loss):
         raise RunError("the validation loss is not finite; lower --learning_rate")
     return {"val/loss": loss, "val/diffusion_loss": diffusion, "val/physics_loss": physics}
 
 
 @torch.no_grad()
-def start_error(cascade: Cascade, k: int, dataset: XrayCtDataset, run: Run, args: Namespace) -> float:
-    """All ranks: root mean square error of stage k's start over at most 64 training patients."""
+def start_error(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
+    """All ranks: root mean square error of the current stage's start over at most 64 training patients."""
     few = Subset(dataset, range(min(64, len(dataset))))
     total = torch.zeros(1, dtype=torch.float64)
-    for batch in run.batches(loader_of(few, cascade.stages[k].eval_batch, args)):
-        previous = cascade.sample(batch, k, one_step=True)[-1]
+    for batch in eval_batches(run, few, cascade):
         level = (batch["draws"][:, 2] * PREVIOUS_NOISE).float()
-        start = cascade.know(k, batch, previous, level, 0).start
+        start = cascade.stage_input(cascade.current, batch, level, 0).start
         # rounded so that the sum is the same in any order
         total += du.round_for_exact_sum((start - volume_of(batch)).square().mean((1, 2, 3, 4))).sum().cpu()
     return max(0.005, math.sqrt(float(du.reduce_sum(total)) / len(few)))
@@ -720,8 +732,8 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
     mean square error of the projections in line integrals."""
     from monai.metrics import PSNRMetric, SSIMMetric
 
-    true, odd = volume_of(batch), min(side - 1 + side % 2 for side in volume.shape[2:])
-    ssim = SSIMMetric(spatial_dims=3, data_range=2.0, kernel_type="uniform", win_size=min(7, odd))
+    true = volume_of(batch)
+    ssim = SSIMMetric(spatial_dims=3, data_range=2.0, kernel_type="uniform", win_size=7)
     found = {"psnr": PSNRMetric(max_val=2.0)(volume, true)[:, 0], "ssim": ssim(volume, true)[:, 0]}
     hu = (volume - true).abs() * HU_PER_UNIT
     found["mae_hu"] = hu.mean((1, 2, 3, 4))
@@ -734,7 +746,7 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
     return found
 
 
-def spread(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
+def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     """Error of the samples' mean in standard deviations, and a mask of the body, both (B, 1, X, Y, Z).
 
     samples: (K, B, 1, X, Y, Z). The factor sqrt(1 + 1/K) accounts for the uncertainty of their mean.
@@ -744,132 +756,129 @@ def spread(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> float:
+def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
     """All ranks: half width, in standard deviations, of the interval around the samples' mean that holds 90 % of the
     validation patients' body voxels."""
     # histogram with bins of 0.01, because integer counts sum exactly over the ranks
-    counts, size = torch.zeros(10_000, dtype=torch.int64), cascade.stages[len(cascade.averaged) - 1].eval_batch
-    for batch in run.batches(loader_of(dataset, size, args)):
-        ratio, body = spread(draw_samples(cascade, batch, args), volume_of(batch))
-        places = (ratio[body] * 100).clamp(max=9999).long().cpu()
-        counts += torch.bincount(places, minlength=10_000)
+    counts = torch.zeros(10_000, dtype=torch.int64)
+    for batch in eval_batches(run, dataset, cascade):
+        z, body = z_scores(draw_samples(cascade, batch), volume_of(batch))
+        counts += torch.bincount((z[body] * 100).clamp(max=9999).long().cpu(), minlength=10_000)
     counts = du.reduce_sum(counts)
     shares = counts.cumsum(0) / counts.sum()
     return (1 + int(torch.searchsorted(shares, 0.9))) / 100
 
 
 @torch.no_grad()
-def reconstruct(
-    cascade: Cascade, batch: dict, data: Data, known: Tensor, args: Namespace
-) -> tuple[dict, Tensor | None]:
-    """Reconstruct a batch by the cascade and by baselines that need no trained network. known: Data.known_rays().
+def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -> tuple[dict, Tensor | None]:
+    """Reconstruct a batch by the cascade and by baselines that need no trained network.
 
-    Returns {row of the table: volumes (B, 1, X, Y, Z)} and the samples (K, B, 1, X, Y, Z), if any.
+    prior_rays: Data.prior_rays(). Returns {row of the table: volumes (B, 1, X, Y, Z)} and the samples
+    (K, B, 1, X, Y, Z), if any.
     """
-    stages = len(cascade.averaged)
-    size, prior, samples = cascade.stages[stages - 1].volume_size, cascade.priors[stages - 1], None
-    at_once = cascade.sample(batch, stages, one_step=True)
-    rows = {"regression" if args.regression else "one step": at_once[-1]}
+    args, prior, samples = cascade.args, cascade.priors[cascade.current], None
+    size = cascade.stages[cascade.current].volume_size
+    *earlier, answer = cascade.sample(batch, one_step=True)
+    rows = {"regression" if args.regression else "one step": answer}
     if not args.regression:
-        samples = draw_samples(cascade, batch, args)
+        samples = draw_samples(cascade, batch)
         rows["one sample"] = samples[0]
         if args.num_samples > 1:
             rows["mean of samples"] = samples.mean(0)
-    for stage, volume in zip(cascade.stages, at_once[:-1], strict=False):
+    for stage, volume in zip(cascade.stages, earlier, strict=False):
         rows[f"{stage.name} alone"] = resize(volume, size)
-    other = batch | {"xrays": batch["other"], "seen": batch["other"]}
-    rows["another patient's X-rays"] = cascade.sample(other, stages, one_step=True)[-1]
+    other = batch | {"xrays": batch["other"], "input_xrays": batch["other"]}
+    rows["another patient's X-rays"] = cascade.sample(other, one_step=True)[-1]
 
     xrays = batch["xrays"], batch["extent"], cascade.greys
     linear = prior.volume(*xrays[:2], batch["row"], size)
-    nearest = torch.cdist(rays_of(*xrays, prior.grid), known).argmin(1).tolist()
-    nearest = [data.volume(data.patients[data.split["train"][place]], size)[0] for place in nearest]
-    nearest = normalise(torch.from_numpy(np.stack(nearest)).float())[:, None].to(cascade.device)
-    rivals = {"linear posterior": linear, "mean volume": resize(prior.mean, size).expand_as(linear)}
-    rivals |= {"back-projection": back_projection(*xrays, size), "nearest patient": nearest}
-    measured = measure(*xrays, size)
-    for name, volume in rivals.items():
+    baselines = {
+        "linear posterior": linear,
+        "mean volume": resize(prior.mean, size).expand_as(linear),
+        "back-projection": back_projection(*xrays, size),
+    }
+    sums = ray_sums(*xrays, size)
+    for name, volume in baselines.items():
         rows[name] = volume
-        if name != "nearest patient":
-            # weigh the volume against the X-rays by the variance between patients and the X-rays' noise
-            rows[f"{name}, consistent"] = agree(volume, measured, cascade.variance, corrections=30)
+        # weigh the volume against the X-rays by the variance between patients and the X-rays' noise
+        rows[f"{name}, consistent"] = make_consistent(volume, sums, cascade.variance, corrections=30)
+    nearest = torch.cdist(rays_of(*xrays, prior.grid), prior_rays).argmin(1).tolist()
+    nearest = np.stack([data.volume(data.prior_patients[index], size) for index in nearest])
+    rows["nearest patient"] = normalise(torch.from_numpy(nearest).float())[:, None].to(cascade.device)
     return rows, samples
 
 
 @torch.no_grad()
-def test(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, float]:
+def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
     """All ranks: evaluate the test patients, print the table and draw the figure. Returns {metric: mean}."""
-    size = cascade.stages[len(cascade.averaged) - 1]
-    dataset = XrayCtDataset(data, "test", size.volume_size)
-    metrics, tables, example, error = {}, {}, None, None
-    factor = math.nan
+    args, size = cascade.args, cascade.stages[cascade.current].volume_size
+    metrics, results, example, error = {}, {}, None, None
     if args.num_samples > 1:
-        factor = interval_factor(cascade, XrayCtDataset(data, "val", size.volume_size), run, args)
+        factor = interval_factor(cascade, XrayCtDataset(data, "val", size), run)
         metrics["test/interval_factor"] = factor
     with du.agree_on_errors():
-        known = data.known_rays(cascade.greys).to(cascade.device)
-    for batch in run.batches(loader_of(dataset, size.eval_batch, args)):
+        prior_rays = data.prior_rays(cascade.greys).to(cascade.device)
+    for batch in eval_batches(run, XrayCtDataset(data, "test", size), cascade):
         try:
-            rows, samples = reconstruct(cascade, batch, data, known, args)
+            rows, samples = reconstruct(cascade, batch, data, prior_rays)
         except InputError as reason:
             # raise the error after the loop, where the other ranks wait
             error = error or reason
             continue
         found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
         if args.num_samples > 1:
-            ratio, body = spread(samples, volume_of(batch))
-            inside = ((ratio <= factor) & body).sum((1, 2, 3, 4)) / body.sum((1, 2, 3, 4)).clamp(min=1)
+            z, body = z_scores(samples, volume_of(batch))
+            inside = ((z <= factor) & body).sum((1, 2, 3, 4)) / body.sum((1, 2, 3, 4)).clamp(min=1)
             found["one sample"]["coverage_90"] = inside
-        places = batch["index"].cpu()
-        for row, columns in found.items():
-            for name, values in columns.items():
-                empty = torch.zeros(len(dataset), dtype=torch.float64)
-                tables.setdefault((row, name), empty)[places] = values.double().cpu()
-        if 0 in places.tolist():
-            example = report.draw(rows, batch, volume_of(batch), cascade.greys)
+        for i, index in enumerate(batch["index"].tolist()):
+            results[index] = {
+                row: {column: float(values[i]) for column, values in columns.items()} for row, columns in found.items()
+            }
+            if index == 0:
+                example = report.draw(rows, batch, volume_of(batch), cascade.greys)
     with du.agree_on_errors():
         if error:
             raise error
-    # a rank without patients has no rows; all other ranks have the same rows
-    keys = max(du.gather_objects(list(tables)), key=len)
-    empty = torch.zeros(len(dataset), dtype=torch.float64)
-    table = du.reduce_sum(torch.stack([tables.get(key, empty) for key in keys])).numpy()
+    patients = {index: values for part in du.gather_objects(results) for index, values in part.items()}
+    table = {
+        row: {column: np.array([patients[index][row][column] for index in sorted(patients)]) for column in columns}
+        for row, columns in patients[0].items()
+    }
     run.figure("eval_test" if args.eval_only else "test", example)
-    grid = "x".join(map(str, size.volume_size))
-    return metrics | report.print_test(dict(zip(keys, table, strict=True)), grid, args.rival_run, data.digest)
+    return metrics | report.print_test(table, "x".join(map(str, size)), args.rival_run, data.digest)
 
 
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def predict(cascade: Cascade, data: Data, run: Run, extent: list[float], args: Namespace) -> None:
+def predict(cascade: Cascade, run: Run, extent: list[float]) -> None:
     """All ranks: write each patient's CT as NIfTI in HU to predictions/ in the run folder.
 
     <id>.nii.gz is the one-step answer, <id>_sample.nii.gz a sample, <id>_std.nii.gz the samples' standard deviation.
     extent: the training patients' mean field of view in mm, because X-rays do not show it.
     """
-    out, stages = run.folder / "predictions", len(cascade.averaged)
+    args, out = cascade.args, run.folder / "predictions"
     checkpoint.make_folder(out)
     with du.agree_on_errors():
         patients = find_patients(Path(args.predict), args.num_views, need_ct=False)
         rank, world_size = du.world()
         for patient in patients[rank::world_size]:
-            xrays = data.xrays(patient)[None].to(cascade.device)
+            xrays = load_xrays(patient, args)[None]
             seed = int.from_bytes(hashlib.sha256(f"{args.seed} {patient.id}".encode()).digest()[:7])
-            batch = {"xrays": xrays, "seen": xrays, "extent": torch.tensor([extent]), "row": torch.tensor([-1])}
-            batch = du.to_device(batch | {"seed": torch.tensor([seed])}, cascade.device)
-            answers = {"": cascade.sample(batch, stages, one_step=True)[-1][0, 0]}
+            batch = {"xrays": xrays, "input_xrays": xrays, "extent": torch.tensor([extent])}
+            batch |= {"row": torch.tensor([-1]), "seed": torch.tensor([seed])}
+            batch = du.to_device(batch, cascade.device)
+            answers = {"": cascade.sample(batch, one_step=True)[-1][0, 0]}
             if not args.regression:
-                samples = draw_samples(cascade, batch, args)
+                samples = draw_samples(cascade, batch)
                 answers["_sample"] = samples[0, 0, 0]
                 if args.num_samples > 1:
                     answers["_std"] = samples.std(0)[0, 0]
             for ending, volume in answers.items():
-                report.write_volume(
-                    out / f"{patient.id}{ending}.nii.gz", volume, extent, is_difference=ending == "_std"
-                )
-    size = " x ".join(map(str, cascade.stages[stages - 1].volume_size))
+                path = out / f"{patient.id}{ending}.nii.gz"
+                report.write_volume(path, volume, extent, is_difference=ending == "_std")
+    size = " x ".join(map(str, cascade.stages[cascade.current].volume_size))
     du.print_main(f"volumes of {len(patients)} patient{'s' * (len(patients) > 1)}, {size} voxels each, in {out}")
 
 
@@ -884,10 +893,10 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> Cascad
     """Build all stages, the last one ready for training, with random weights and a placeholder prior."""
     grid = [min(PRIOR_SIDE, side) for side in args.stage_configs[-1]["volume_size"]]
     rays = sum((grid[0], grid[1])[: args.num_views]) * grid[2]
-    shapes = {"mean": (1, 1, *grid), "basis": (64, *grid), "centre": (rays,), "gain": (64, rays)}
-    shapes |= {"coordinates": (KNOWN, 64), "weights": (KNOWN, rays), "kernel": (KNOWN, KNOWN)}
-    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
-    prior = Prior(grid, [Grey(0.2, -1.0, 0.02)] * args.num_views, 1.0, 0.01, 0.01, **tensors)
+    # mean, basis, centre and gain
+    shapes = (1, 1, *grid), (PRIOR_RANK, *grid), (rays,), (PRIOR_RANK, rays)
+    greys = [Grey(0.2, -1.0, 0.02)] * args.num_views
+    prior = Prior(grid, greys, 1.0, 0.01, 0.01, *map(torch.ones, shapes))
     cascade = Cascade(args, device, precision, prior, [0.1] * len(args.stage_configs))
     for _ in args.stage_configs:
         cascade.add_stage()
@@ -899,84 +908,71 @@ def largest_batch(cascade: Cascade, size: int) -> dict:
     args, row = cascade.args, torch.zeros(size, dtype=torch.long)
     xrays = torch.linspace(-1, 1, args.img_size).expand(size, args.num_views, args.img_size, -1)
     volume = torch.zeros(size, *cascade.net.size, dtype=torch.int16)
-    patients = {"volume": volume, "xrays": xrays, "seen": xrays, "extent": torch.full((size, 3), 300.0)}
+    patients = {"volume": volume, "xrays": xrays, "input_xrays": xrays, "extent": torch.full((size, 3), 300.0)}
     return patients | {"row": row - 1, "seed": row, "draws": torch.full((size, 3), 0.7, dtype=torch.float64)}
 
 
 def trial_step(cascade: Cascade, batch: dict, args: Namespace) -> None:
     """Forward and backward pass of one micro-batch, including the earlier stages."""
-    k = len(cascade.averaged) - 1
-    losses = patient_losses(cascade, k, cascade.net, du.to_device(batch, cascade.device))
+    losses = patient_losses(cascade, cascade.net, du.to_device(batch, cascade.device))
     sum(losses).mean().backward()
 
 
-class Plateau:
-    """Learning rate factor, halved after more than 5 evaluations in a row without improvement (guide 3's scheduler)."""
-
-    def __init__(self, saved: dict | None = None):
-        self.state = saved or {"factor": 1.0, "best": math.inf, "waiting": 0}
-
-    def note(self, loss: float) -> None:
-        better = loss < self.state["best"] * (1 - 1e-4)
-        self.state["best"] = min(self.state["best"], loss)
-        self.state["waiting"] = 0 if better else self.state["waiting"] + 1
-        if self.state["waiting"] > 5:
-            self.state["factor"], self.state["waiting"] = self.state["factor"] / 2, 0
+# guide 3's scheduler: the learning rate's factor, the lowest val/loss, and evaluations in a row without a lower one
+PLATEAU = {"factor": 1.0, "best": math.inf, "waiting": 0}
 
 
-def begin_stage(
-    cascade: Cascade, data: Data, run: Run, precision: str, args: Namespace
-) -> tuple[Engine, BatchPlan, DataLoader]:
+def update_plateau(plateau: dict, loss: float) -> None:
+    """Halve the learning rate's factor after more than 5 evaluations in a row without improvement."""
+    plateau["waiting"] += 1
+    if loss < plateau["best"] * (1 - 1e-4):
+        plateau["waiting"] = 0
+    plateau["best"] = min(plateau["best"], loss)
+    if plateau["waiting"] > 5:
+        plateau["factor"], plateau["waiting"] = plateau["factor"] / 2, 0
+
+
+def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPlan, DataLoader]:
     """All ranks: add the next stage and set up its training."""
     cascade.add_stage()
-    stage = cascade.stages[len(cascade.averaged) - 1]
+    args, stage = cascade.args, cascade.stages[cascade.current]
+    dataset = XrayCtDataset(data, "train", stage.volume_size)
+    if cascade.current == len(cascade.stds):
+        cascade.stds.append(start_error(cascade, dataset, run))
 
     def try_once(size: int) -> None:
         trial_step(cascade, largest_batch(cascade, size), args)
 
     batch = run.plan_batches(cascade, try_once, stage.batch_size, stage.effective_batch_size)
-    dataset = XrayCtDataset(data, "train", stage.volume_size)
     options = {"seed": args.seed, "num_workers": 0 if args.cache_in_memory else args.num_workers}
     loader = du.create_distributed_dataloader(
         dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
     # nothing is frozen: checkpoints must include the EMA weights, which require no gradients
     options = {"saved": run.checkpoint, "frozen": set()}
-    engine = make_engine(cascade, make_optimizer(cascade, args), precision, args, cascade.device, **options)
+    optimizer = make_optimizer(cascade, args)
+    engine = make_engine(cascade, optimizer, cascade.precision, args, cascade.device, **options)
     return engine, batch, loader
-
-
-def describe(cascade: Cascade, prior: Prior, steps: list[int], described: str, args: Namespace) -> dict:
-    prediction = "regression" if args.regression else "v" if args.v_parameterization else "noise"
-    return {
-        "precision": described,
-        "stages": "; ".join(
-            f"{stage.name} {'x'.join(map(str, stage.volume_size))}, {total} steps of {stage.effective_batch_size}"
-            for stage, total in zip(cascade.stages, steps, strict=True)
-        ),
-        "diffusion": f"{prediction}, {args.num_timesteps} steps, DDIM {args.ddim_steps}, EMA {args.ema_decay:g}",
-        "X-rays": "; ".join(f"{g.slope:.3f} * line integral {g.offset:+.3f}, noise {g.noise:.3f}" for g in prior.greys),
-        "prior": f"linear posterior of {len(prior.kernel)} patients, penalty {prior.penalty:g}",
-    }
 
 
 def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     """Train the stages one after another, then test. Returns the exit code of a stop signal, or 0.
 
     Steps and epochs count across stages, so the epoch identifies the stage. Each stage has its own best score.
+    described: the precision, for the banner.
     """
-    saved = run.checkpoint or {"stage": 0, "plateau": None}
+    saved = run.checkpoint or {"stage": 0, "plateau": PLATEAU}
     first, last_epochs = saved["stage"], [*accumulate(stage["num_epochs"] for stage in args.stage_configs)]
     if run.position.epoch > last_epochs[first]:
         raise InputError("--num_epochs: the stage has had more epochs than that; give more")
     data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
     if args.rival_run:
         with du.agree_on_errors():
-            report.read_rival(Path(args.rival_run), data.digest, {})
+            report.read_rival(Path(args.rival_run), data.digest, [])
     # the prior is recomputed on resume, because checkpoints contain no data of single patients
     prior = data.learn_prior()
     cascade = Cascade(args, run.ranks.device, precision, prior, saved.get("stds", [math.sqrt(prior.error)]))
-    stages, plateau = cascade.stages, Plateau(saved["plateau"])
+    stages, plateau = cascade.stages, dict(saved["plateau"])
     del saved
     for _ in range(first):
         cascade.add_stage()
@@ -984,63 +980,64 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     count = len(data.split["train"])
     steps = [stage.num_epochs * math.ceil(count / stage.effective_batch_size) for stage in stages]
     begins = [0, *accumulate(steps)]
-    engine, batch, loader = begin_stage(cascade, data, run, precision, args)
-    losses = ["loss", "diffusion_loss", "physics_loss"]
+    engine, batch, loader = begin_stage(cascade, data, run)
+    prediction = "regression" if args.regression else "v" if args.v_parameterization else "noise"
+    banner = {
+        "precision": described,
+        "stages": "; ".join(
+            f"{stage.name} {'x'.join(map(str, stage.volume_size))}, {total} steps of {stage.effective_batch_size}"
+            for stage, total in zip(stages, steps, strict=True)
+        ),
+        "diffusion": f"{prediction}, {args.num_timesteps} steps, DDIM {args.ddim_steps}, EMA {args.ema_decay:g}",
+        "X-rays": "; ".join(f"{g.slope:.3f} * line integral {g.offset:+.3f}, noise {g.noise:.3f}" for g in prior.greys),
+        "prior": f"linear posterior of {len(prior.kernel)} patients, penalty {prior.penalty:g}",
+    }
     invariants = {"training patients": f"{count}, digest {data.digest}"}
-    plan = Plan(batch, begins[-1], losses, invariants, describe(cascade, prior, steps, described, args))
+    plan = Plan(batch, begins[-1], ["loss", "diffusion_loss", "physics_loss"], invariants, banner)
 
     def state() -> dict:
         """The script's entries of a checkpoint; `k` is the stage being trained."""
         return {
             "prior": prior.state(), "stds": cascade.stds, "stage": k, "stages": args.stage_configs,
-            "plateau": plateau.state, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],
+            "plateau": plateau, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],
             "trained_patients": [*data.ids["train"], *data.ids["val"]],
         }  # fmt: skip
 
-    with Training(run, args, engine, plan, state, best_names(stages[first])) as training:
+    with Training(run, args, engine, plan, state, stages[first].best_names) as training:
         for k in range(first, len(stages)):
             if k > first:
-                dataset = XrayCtDataset(data, "train", stages[k].volume_size)
-                cascade.stds.append(start_error(cascade, k, dataset, run, args))
-                engine, batch, loader = begin_stage(cascade, data, run, precision, args)
-                training.start_stage(engine, batch, best_names(stages[k]))
-                plateau = Plateau()
+                engine, batch, loader = begin_stage(cascade, data, run)
+                training.start_stage(engine, batch, stages[k].best_names)
+                plateau = dict(PLATEAU)
             val = XrayCtDataset(data, "val", stages[k].volume_size)
             while run.position.epoch < last_epochs[k] and not training.is_over():
                 cascade.net.train()
                 for step in training.steps(loader):
                     for micro_batch in step.micro_batches():
-                        diffusion, physics = (
-                            part.sum() / step.samples
-                            for part in patient_losses(cascade, k, engine.wrapped, micro_batch)
-                        )
+                        parts = patient_losses(cascade, engine.wrapped, micro_batch)
+                        diffusion, physics = (part.sum() / step.samples for part in parts)
                         step.backward(diffusion + stages[k].physics_weight * physics, diffusion, physics)
                     done = run.position.step - begins[k]
                     kind = "constant" if args.scheduler == "plateau" else args.scheduler
-                    factor = plateau.state["factor"] * du.schedule(done, steps[k], args.warmup_steps, kind)
+                    factor = plateau["factor"] * du.schedule(done, steps[k], args.warmup_steps, kind)
                     step.update(args.learning_rate * factor)
                     cascade.average(done + 1)
                 if training.stopped:
                     return training.save_and_stop()
-                metrics = evaluate(cascade, val, run, args)
+                metrics = evaluate(cascade, val, run)
                 # an evaluation caused only by --max_steps must not count: the uninterrupted run lacks it
                 if training.epoch_over or training.evaluation_due:
-                    plateau.note(metrics["val/loss"])
+                    update_plateau(plateau, metrics["val/loss"])
                 training.record(metrics, headline="val/loss", lower=True)
             if run.position.epoch >= last_epochs[k]:
                 training.load_best()
             if training.is_over():
                 break
-        results = test(cascade, data, run, args)
+        results = test(cascade, data, run)
         # export only the EMA weights
         cascade.net = None
         training.finish(results)
     return 0
-
-
-def best_names(stage: Stage) -> tuple[str, ...]:
-    """File names of a stage's best checkpoint: the guide's name and this project's."""
-    return f"{stage.name}_best.pt", "best.pt"
 
 
 def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[dict]:
@@ -1049,31 +1046,28 @@ def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[
     Unfinished stages take their epochs and loss weights from the flags. Raises InputError if other flags contradict the
     checkpoint.
     """
+    stages = []
     if saved is None:
         # the global batch size is fixed for the run, also when it resumes on another number of GPUs
-        own = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in args.stage_configs]
-        return [
-            stage | {"effective_batch_size": stage["effective_batch_size"] or size}
-            for stage, size in zip(args.stage_configs, own, strict=True)
-        ]
-    if args.num_timesteps % args.ddim_steps:
-        raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the checkpoint's {args.num_timesteps} timesteps")
-    if args.regression and args.num_samples > 1:
-        raise InputError("--num_samples: the checkpoint's model is a regression, which gives one volume; leave it out")
+        for stage in args.stage_configs:
+            size = stage["batch_size"] * stage["accumulation_steps"] * world_size
+            stages.append(stage | {"effective_batch_size": stage["effective_batch_size"] or size})
+        return stages
     flags = {stage["name"]: stage for stage in args.stage_configs}
-    free, shape = ("num_epochs", "physics_weight"), ("volume_size", "voxel_dim", "vit_depth", "num_heads", "token_grid")
-    for stage in saved["stages"] if not args.eval_only and not args.predict else ():
-        wanted, has = flags.get(stage["name"], {}).get("effective_batch_size"), stage["effective_batch_size"]
-        if wanted not in (None, has):
-            raise InputError(f"--effective_batch_size {wanted}: {stage['name']} of this run has {has}; leave it out")
-    if list(flags) != [stage["name"] for stage in saved["stages"]] or any(
-        stage[key] != flags[stage["name"]][key] for stage in saved["stages"] for key in shape
-    ):
+    differs = list(flags) != [stage["name"] for stage in saved["stages"]]
+    for k, stage in enumerate(saved["stages"]):
+        wanted = flags.get(stage["name"], stage)
+        size, given = stage["effective_batch_size"], wanted["effective_batch_size"]
+        if given not in (None, size) and not args.eval_only and not args.predict:
+            raise InputError(f"--effective_batch_size {given}: {stage['name']} of this run has {size}; leave it out")
+        fixed = ("volume_size", "voxel_dim", "vit_depth", "num_heads", "token_grid")
+        differs = differs or any(stage[key] != wanted[key] for key in fixed)
+        if k >= saved["stage"]:
+            stage = stage | {key: wanted[key] for key in ("num_epochs", "physics_weight")}
+        stages.append(stage)
+    if differs:
         du.print_main("--stage_configs: as in the checkpoint")
-    return [
-        stage | {key: flags[stage["name"]][key] for key in free if stage["name"] in flags and k >= saved["stage"]}
-        for k, stage in enumerate(saved["stages"])
-    ]
+    return stages
 
 
 def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
@@ -1088,15 +1082,15 @@ def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
         cascade.add_stage()
     with du.agree_on_errors():
         checkpoint.load_trained(cascade, saved["model"])
-    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
     if args.predict:
-        predict(cascade, data, run, saved["extent"], args)
+        predict(cascade, run, saved["extent"])
         return
+    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
     if seen := set(data.ids["test"]) & set(saved["trained_patients"]):
         raise InputError(
             f"--eval_only: {min(seen)} and {len(seen) - 1} more of the test patients were trained on; name others"
         )
-    run.write_summary("eval_test", test(cascade, data, run, args) | {"step": run.position.step})
+    run.write_summary("eval_test", test(cascade, data, run) | {"step": run.position.step})
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
@@ -1106,11 +1100,13 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     for stage in args.stage_configs:
         check_accelerate(stage["accumulation_steps"])
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
-    if not args.predict:
-        upright, mirrored = args.flip_drrs_vertical is not False, args.flip_drrs_horizontal or "none"
-        args = with_flags(args, flip_drrs_vertical=upright, flip_drrs_horizontal=mirrored)
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    args = with_flags(run.args, stage_configs=stages_of_run(run.args, run.checkpoint, ranks.world_size))
+    args = run.args
+    if args.num_timesteps % args.ddim_steps:
+        raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the model's {args.num_timesteps} timesteps")
+    if args.regression and (args.num_samples > 1 or not args.v_parameterization):
+        raise InputError("a regression gives one volume, by v: leave out --num_samples and --no-v_parameterization")
+    args = with_flags(args, stage_configs=stages_of_run(args, run.checkpoint, ranks.world_size))
     if args.eval_only or args.predict:
         use_checkpoint(run, args, precision)
         return 0

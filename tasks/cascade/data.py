@@ -5,6 +5,7 @@ and <id>_lat_drr.png (or _lat, _lateral; DICOM, .npy, ...). The sub-folders are 
 DICOM slices.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -34,6 +35,7 @@ from tasks.cascade.geometry import (
     render_drr,
     resize,
 )
+from utils.checkpoint import write_atomically
 from utils.cli import InputError, first_line, refuse
 from utils.images import IMAGE_ENDINGS, bits_window, is_dicom, open_upright, to_bytes
 from utils.sampler import permute
@@ -46,27 +48,9 @@ XRAY_FILE = re.compile(rf"(?P<id>.+)_(?P<view>pa|frontal|lat|lateral)(_drr)?({XR
 VIEW_OF = {"pa": 0, "frontal": 0, "lat": 1, "lateral": 1}
 # alignment check: image side in pixels, and lowest accepted correlation of X-ray and projection after subtracting the
 # mean patient
-CHECK, ALIKE = 32, 0.5
+CHECK_SIDE, LEAST_CORRELATION = 32, 0.5
 # linear posterior: maximum number of training patients, side of the grid
-KNOWN, PRIOR_SIDE = 256, 64
-
-
-class Flips(NamedTuple):
-    """How X-rays are stored: whether the feet are at the top, and which views are mirrored."""
-
-    feet_up: bool
-    mirrored: tuple[bool, ...]
-
-    def flags_to(self, seen: "Flips") -> list[str]:
-        """Return the flags to change if images read with these flips still look flipped by `seen`."""
-        flags = []
-        if seen.feet_up:
-            flags.append("--flip_drrs_vertical" if self.feet_up else "--no-flip_drrs_vertical")
-        if any(seen.mirrored):
-            pairs = zip(VIEWS, self.mirrored, seen.mirrored, strict=False)
-            views = [view for view, own, still in pairs if own != still]
-            flags.append(f"--flip_drrs_horizontal {'both' if len(views) == 2 else (views or ['none'])[0]}")
-        return flags
+PRIOR_PATIENTS, PRIOR_SIDE = 256, 64
 
 
 class Patient(NamedTuple):
@@ -127,12 +111,12 @@ def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Pati
 
 def split_patients(patients: list[Patient], seed: int, files: list[str] | None) -> dict[str, list[int]]:
     """Split the indices of patients into "train", "val" and "test", by lists of ids in `files` or else 80/10/10."""
-    places = {patient.id: place for place, patient in enumerate(patients)}
+    index_of = {patient.id: index for index, patient in enumerate(patients)}
     parts = [list(range(len(patients)))]
     if files:
         try:
             names = [read_text(Path(path)).split() for path in files]
-            parts = [sorted(places[name] for name in part) for part in names]
+            parts = [sorted(index_of[name] for name in part) for part in names]
         except ValueError:
             raise InputError("--split_files: not text; save the lists anew, in UTF-8") from None
         except OSError as error:
@@ -141,15 +125,17 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
             raise InputError(f"--split_files: no patient {error} in the data folder; remove the line") from None
         if len(set().union(*parts)) < sum(map(len, parts)):
             raise InputError("--split_files: a patient is named twice; keep each in one split")
-    held = {} if len(parts) == 1 else {"test": parts[-1]}
     if len(parts) == 3:
-        split = {"train": parts[0], "val": parts[1]} | held
+        train, val, test = parts
     else:
-        train = sorted(parts[0])
-        order = [train[place] for place in permute(np.arange(len(train)), len(train), seed, 0)]
+        order = [parts[0][index] for index in permute(np.arange(len(parts[0])), len(parts[0]), seed, 0)]
         tenth = max(1, round(len(order) / 10))
-        rest = order[tenth:] if held else order[2 * tenth :]
-        split = {"train": rest, "val": order[:tenth]} | (held or {"test": order[tenth : 2 * tenth]})
+        val, train = order[:tenth], order[tenth:]
+        if files:
+            test = parts[1]
+        else:
+            test, train = train[:tenth], train[tenth:]
+    split = {"train": train, "val": val, "test": test}
     if not all(split.values()) or len(split["train"]) < 2:
         raise InputError("--dataset_path: two patients for training, and one each to validate and to test, are needed")
     return split
@@ -161,10 +147,10 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
 def read_ct(path: Path) -> Volume:
     """Read a CT in RAS+ order; a .npy file has 1 mm voxels. Raises InputError, also if the values are not HU."""
     try:
-        volume = Volume(np.load(path).astype(np.float32), np.eye(4), "RAS") if path.suffix == ".npy" else None
+        is_npy = path.suffix == ".npy"
+        volume = Volume(np.load(path).astype(np.float32), np.eye(4), "RAS") if is_npy else read_volume(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be used ({error}); replace it") from None
-    volume = volume or read_volume(path)
     hu = volume.values
     if hu.ndim != 3 or min(hu.shape) < 4 or not np.isfinite(hu).all():
         raise InputError(f"{path}: shape {hu.shape}, or values that are NaN; a volume is needed; replace it")
@@ -199,6 +185,11 @@ def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tenso
     return resize(torch.from_numpy(np.ascontiguousarray(values))[None, None], (size, size))[0, 0]
 
 
+def is_mirrored(view: int, flag: str) -> bool:
+    """Whether --flip_drrs_horizontal says that a view is stored mirrored."""
+    return flag in (VIEWS[view], "both")
+
+
 def make_drrs(root: Path) -> int:
     """All ranks: render the missing X-rays of every CT below root and return their number. Raises InputError."""
     from PIL import Image
@@ -207,17 +198,16 @@ def make_drrs(root: Path) -> int:
     jobs = []
     with du.agree_on_errors():
         # only rank 0 looks for missing images, because the other ranks could find unfinished ones
-        for name, files in list_files(root).items() if rank == 0 else ():
-            jobs += [(name, files["ct"], view) for view in (0, 1) if "ct" in files and view not in files]
+        if rank == 0:
+            for name, files in list_files(root).items():
+                jobs += [(name, files["ct"], view) for view in (0, 1) if "ct" in files and view not in files]
     jobs = du.broadcast_object(jobs)
     with du.agree_on_errors():
         for name, ct, view in tqdm(jobs[rank::world_size], "rendering", delay=3, disable=rank > 0):
             folder = root / name if (root / name).is_dir() else root
-            path = folder / f"{name}_{VIEWS[view]}_drr.png"
             volume = read_ct(ct)
-            picture = render_drr(volume.values, volume.spacing, view)
-            Image.fromarray(picture).save(path.with_suffix(".tmp"), format="png")
-            os.replace(path.with_suffix(".tmp"), path)
+            image = Image.fromarray(render_drr(volume.values, volume.spacing, view))
+            write_atomically(folder / f"{name}_{VIEWS[view]}_drr.png", functools.partial(image.save, format="png"))
     return len(jobs)
 
 
@@ -230,17 +220,14 @@ class Data:
     def __init__(self, args: Namespace, sizes: list[list[int]]):
         """All ranks: find, check and cache all patients' files. sizes: the stages' grids. Raises InputError."""
         self.args = args
-        mirrored = tuple(args.flip_drrs_horizontal in (view, "both") for view in VIEWS)
-        self.flips = Flips(args.flip_drrs_vertical is False, mirrored)
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
-        self.sizes = [tuple(size) for size in (*sizes, self.prior_size)]
-        self.places: dict[tuple, Path] = {}
-        if args.predict:
-            return
+        self.sizes = {tuple(size) for size in (*sizes, self.prior_size)}
+        self.header_key = ("facts", args.num_views)
         with du.agree_on_errors():
             self.patients = find_patients(Path(args.dataset_path), args.num_views)
             self.split = split_patients(self.patients, args.split_seed, args.split_files)
-        self.ids = {name: sorted(self.patients[place].id for place in part) for name, part in self.split.items()}
+        self.prior_patients = [self.patients[index] for index in self.split["train"][:PRIOR_PATIENTS]]
+        self.ids = {name: sorted(self.patients[index].id for index in part) for name, part in self.split.items()}
         self.digest = hashlib.sha256(repr(self.ids).encode()).hexdigest()[:8]
         rays, images, extents, summaries = self.survey()
         du.print_main(f"volumes: {describe(summaries, 'RAS')}")
@@ -254,14 +241,15 @@ class Data:
     def survey(self) -> tuple[np.ndarray, ...]:
         """All ranks: read every patient. Raises InputError that lists all unusable files.
 
-        Returns line integrals and images, both (patients, views, CHECK, CHECK), extents (patients, 3) and summaries.
+        Returns line integrals and images, both (patients, views, CHECK_SIDE, CHECK_SIDE), extents (patients, 3) and
+        summaries (patients, 6).
         """
         rank, world_size = du.world()
 
         def read(patient: Patient) -> tuple | str:
             try:
-                images = resize(self.xrays(patient)[None], (CHECK, CHECK))[0].numpy()
-                _, extent, rays, summary = self.volume(patient, self.sizes[-1])
+                images = resize(load_xrays(patient, self.args)[None], (CHECK_SIDE, CHECK_SIDE))[0].numpy()
+                extent, summary, rays = self.header(patient)
                 return rays, images, extent, summary
             except InputError as reason:
                 return str(reason)
@@ -285,43 +273,43 @@ class Data:
         The mirror image of a symmetric body matches equally well, so a flip must improve the correlation clearly.
         """
         views = range(self.args.num_views)
+        head_up, mirrored = self.args.flip_drrs_vertical is not False, self.args.flip_drrs_horizontal or "none"
 
-        def alike(view: int, feet_up: bool, mirrored: bool) -> np.ndarray:
-            seen = images[:, view, :: -1 if feet_up else 1, :: -1 if mirrored else 1]
-            return np.array([abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) for a, b in zip(rays[:, view], seen)])  # noqa: B905
+        def correlation(view: int, turn: bool, mirror: bool) -> float:
+            flipped = images[:, view, :: -1 if turn else 1, :: -1 if mirror else 1]
+            pairs = zip(rays[:, view], flipped, strict=True)
+            return np.median([abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) for a, b in pairs])
 
-        medians = {
-            Flips(feet_up, mirrored): [np.median(alike(view, feet_up, mirrored[view])) for view in views]
-            for feet_up in (False, True)
-            for mirrored in product((False, True), repeat=len(views))
-        }
-        now = next(iter(medians.values()))
-        best, scores = max(
-            medians.items(), key=lambda item: sum(item[1]) - 0.02 * sum((item[0].feet_up, *item[0].mirrored))
-        )
+        now, candidates = [correlation(view, False, False) for view in views], []
+        for vertical, horizontal in product((True, False), ("none", "pa", "lat", "both")[: 2 * len(views)]):
+            turn = vertical != head_up
+            mirror = [is_mirrored(view, horizontal) != is_mirrored(view, mirrored) for view in views]
+            scores = [correlation(view, turn, mirror[view]) for view in views]
+            candidates.append((sum(scores) - 0.02 * (turn + sum(mirror)), scores, vertical, horizontal))
+        _, scores, vertical, horizontal = max(candidates)
         if max(b - a for a, b in zip(now, scores, strict=True)) > 0.05:
-            flags = self.flips.flags_to(best)
+            flags = ["--flip_drrs_vertical" if vertical else "--no-flip_drrs_vertical"] * (vertical != head_up)
+            flags += [f"--flip_drrs_horizontal {horizontal}"] * (horizontal != mirrored)
             found = ", ".join(f"{VIEWS[view]} {now[view]:.2f} -> {scores[view]:.2f}" for view in views)
             raise InputError(f"--dataset_path: X-rays lie otherwise than CTs (r {found}); give {' '.join(flags)}")
         for view in views:
             # all bodies look similar, so only the difference from the mean identifies a patient
-            own = [part - part.mean(0) for part in (rays[:, view], images[:, view])]
+            a, b = (part[:, view] - part[:, view].mean(0) for part in (rays, images))
             sign = np.sign(np.corrcoef(rays[:, view].ravel(), images[:, view].ravel())[0, 1])
-            r = sign * (own[0] * own[1]).sum((1, 2)) / np.sqrt((own[0] ** 2).sum((1, 2)) * (own[1] ** 2).sum((1, 2)))
-            wrong = [self.patients[place].id for place in np.flatnonzero(~(r > ALIKE))]
+            r = sign * (a * b).sum((1, 2)) / np.sqrt((a**2).sum((1, 2)) * (b**2).sum((1, 2)))
+            wrong = [self.patients[index].id for index in np.flatnonzero(~(r > LEAST_CORRELATION))]
             if wrong:
-                names = ", ".join(wrong[:8])
-                reason = f"not the {VIEWS[view]} picture of its CT (r < {ALIKE}) in {len(wrong)} patients: {names}"
-                raise InputError(f"--dataset_path: {reason}; put the right ones there, or --skip_alignment_check")
+                reason = f"not the {VIEWS[view]} picture of its CT (r < {LEAST_CORRELATION}) in {len(wrong)} patients: "
+                advice = "; put the right ones there, or --skip_alignment_check"
+                raise InputError("--dataset_path: " + reason + ", ".join(wrong[:8]) + advice)
 
-    def known_rays(self, greys: list[Grey]) -> Tensor:
+    def prior_rays(self, greys: list[Grey]) -> Tensor:
         """rays_of() the X-rays of the training patients in the linear posterior: (N, P)."""
-        known = [self.patients[place] for place in self.split["train"][:KNOWN]]
-        extents = torch.from_numpy(np.stack([self.volume(patient, None)[1] for patient in known]))
-        return torch.cat([
-            rays_of(self.xrays(patient)[None], extent[None], greys, self.prior_size)
-            for patient, extent in zip(known, extents, strict=True)
-        ])  # fmt: skip
+        rays = []
+        for patient in self.prior_patients:
+            extent = torch.from_numpy(self.header(patient)[0])
+            rays.append(rays_of(load_xrays(patient, self.args)[None], extent[None], greys, self.prior_size))
+        return torch.cat(rays)
 
     def learn_prior(self) -> Prior:
         """All ranks: fit the linear posterior to the training patients, identically on all ranks and at each start."""
@@ -330,58 +318,64 @@ class Data:
             if du.world()[0] == 0:
                 # one thread, because the last bits of the result depend on the number of threads
                 torch.set_num_threads(1)
-                known = [self.patients[place] for place in self.split["train"][:KNOWN]]
-                volumes = np.stack([self.volume(patient, self.prior_size)[0] for patient in known])
+                volumes = np.stack([self.volume(patient, self.prior_size) for patient in self.prior_patients])
                 prior = learn_prior(
-                    normalise(torch.from_numpy(volumes).float()), self.known_rays(self.greys), self.greys
+                    normalise(torch.from_numpy(volumes).float()), self.prior_rays(self.greys), self.greys
                 )
                 torch.set_num_threads(threads)
         return du.broadcast_object(prior)
 
-    # --- cache of decoded files ---------------------------------------------------------------------------------------
+    def volume(self, patient: Patient, size: list[int]) -> np.ndarray:
+        """Return a patient's CT on one of the run's grids as int16 HU. Raises InputError."""
+        return self._decode(patient, tuple(size))
 
-    def kept(self, path: Path, content) -> Path:
-        """Path of the cached `content` of a file. A changed file gets a new path; changes are detected once per run."""
-        if (path, content) not in self.places:
-            files = files_of(path) if path.is_dir() else [path]
-            name = hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32]
-            self.places[path, content] = Path(self.args.cache_dir, name + ".npy")
-        return self.places[path, content]
+    def header(self, patient: Patient) -> tuple[np.ndarray, ...]:
+        """Return a CT's extent (3,) in mm, Volume.summary(), and line integrals (views, CHECK_SIDE, CHECK_SIDE)."""
+        extent, summary, rays = np.split(self._decode(patient, self.header_key), [3, 9])
+        return extent, summary, rays.reshape(-1, CHECK_SIDE, CHECK_SIDE)
 
-    def volume(self, patient: Patient, size: list[int] | None) -> tuple[np.ndarray | None, ...]:
-        """Return a patient's volume, extent, line integrals and Volume.summary(). Raises InputError.
-
-        volume: int16 HU on a grid of this size, or None if size is None. extent: (3,) mm of the field of view. line
-        integrals: (views, CHECK, CHECK). The CT is decoded once for all of the run's grids.
-        """
-        paths = {other: self.kept(patient.ct, other) for other in self.sizes}
-        facts = self.kept(patient.ct, ("facts", self.args.num_views))
-        if not all(path.is_file() for path in (facts, *paths.values())):
+    def _decode(self, patient: Patient, content: tuple) -> np.ndarray:
+        """Load one content of a CT from the cache. The first call decodes the CT once for all grids and the header."""
+        paths = {key: cache_path(self.args.cache_dir, patient.ct, key) for key in (*self.sizes, self.header_key)}
+        if not all(path.is_file() for path in paths.values()):
             found = read_ct(patient.ct)
             hu = torch.from_numpy(np.array(found.values, order="C")).clamp_(HU_MIN, HU_MAX)
             extent = (found.spacing * hu.shape).astype(np.float32)
-            for other, path in paths.items():
-                keep(path, resize(hu, other).round().to(torch.int16).numpy())
-            whole = normalise(hu)[None, None], torch.from_numpy(extent)[None]
-            rays = [resize(project(*whole, view), (CHECK, CHECK))[0, 0].numpy() for view in range(self.args.num_views)]
-            keep(facts, np.concatenate([extent, found.summary().astype(np.float32), np.stack(rays).ravel()]))
-        extent, summary, rays = np.split(load_kept(facts), [3, 9])
-        return load_kept(paths[tuple(size)]) if size else None, extent, rays.reshape(-1, CHECK, CHECK), summary
-
-    def xrays(self, patient: Patient) -> Tensor:
-        """X-rays (views, img_size, img_size) float32 in -1..1, cached in 16 bits. Raises InputError."""
-        images, side = [], self.args.img_size
-        for view, path in enumerate(patient.xrays):
-            turn = (self.flips.feet_up, self.flips.mirrored[view])
-            kept = self.kept(path, ("xray", view, side, turn))
-            if not kept.is_file():
-                keep(kept, (read_xray(path, side, *turn) * 32767).round().to(torch.int16).numpy())
-            images.append(torch.from_numpy(load_kept(kept)))
-        return torch.stack(images).float() / 32767
+            for size in self.sizes:
+                write_cached(paths[size], resize(hu, size).round().to(torch.int16).numpy())
+            true = normalise(hu)[None, None], torch.from_numpy(extent)[None]
+            views = range(self.args.num_views)
+            rays = [resize(project(*true, view), (CHECK_SIDE, CHECK_SIDE)).numpy().ravel() for view in views]
+            header = np.concatenate([extent, found.summary().astype(np.float32), *rays])
+            write_cached(paths[self.header_key], header)
+        return load_cached(paths[content])
 
 
-def load_kept(path: Path) -> np.ndarray:
-    """Load an array that keep() wrote. A damaged file raises InputError and is deleted; the next start recreates it."""
+def load_xrays(patient: Patient, args: Namespace) -> Tensor:
+    """X-rays (views, img_size, img_size) float32 in -1..1, cached in 16 bits. Raises InputError."""
+    images = []
+    for view, source in enumerate(patient.xrays):
+        flips = (args.flip_drrs_vertical is False, is_mirrored(view, args.flip_drrs_horizontal))
+        path = cache_path(args.cache_dir, source, ("xray", view, args.img_size, flips))
+        if not path.is_file():
+            write_cached(path, (read_xray(source, args.img_size, *flips) * 32767).round().to(torch.int16).numpy())
+        images.append(torch.from_numpy(load_cached(path)))
+    return torch.stack(images).float() / 32767
+
+
+# --- cache of decoded files -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def cache_path(folder: str, source: Path, content: tuple) -> Path:
+    """Path of a file's cached content. A changed file gets a new path; changes are detected once per process."""
+    files = files_of(source) if source.is_dir() else [source]
+    return Path(folder, hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32] + ".npy")
+
+
+def load_cached(path: Path) -> np.ndarray:
+    """Load an array that write_cached() wrote. Raises InputError for a damaged file and deletes it; the next start
+    recreates it."""
     try:
         return np.load(path)
     except (OSError, ValueError, EOFError):
@@ -389,7 +383,7 @@ def load_kept(path: Path) -> np.ndarray:
         raise InputError(f"{path}: a damaged file in --cache_dir, now deleted; start again") from None
 
 
-def keep(path: Path, values: np.ndarray) -> None:
+def write_cached(path: Path, values: np.ndarray) -> None:
     """Write an array atomically. Raises InputError if that fails, for example because the disk is full."""
     temporary = path.with_suffix(f".{os.getpid()}.{du.world()[0]}")
     try:
@@ -415,32 +409,33 @@ def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
 class XrayCtDataset(Dataset):
     """A split on a stage's grid, augmented in training, with the random draws for each sample.
 
-    A sample: volume (X, Y, Z) int16 HU; extent (3,) mm; xrays (views, H, W), projections of the volume; seen, the
-    X-rays shown to the network; index; row, the patient's index in the linear posterior or -1; seed and draws (3,) in
-    0..1, functions of (seed, epoch, patient); other, the next patient's X-rays (test set only); error, "" or the reason
-    why the sample is unusable.
+    A sample: volume (X, Y, Z) int16 HU; extent (3,) mm; xrays (views, H, W), projections of the volume; input_xrays,
+    the network's input; index; row, the patient's index in the linear posterior or -1; seed and draws (3,) in 0..1,
+    functions of (seed, epoch, patient); other, the next patient's X-rays (test set only); error, "" or the reason why
+    the sample is unusable.
 
     The augmentation shifts a patient up or down by up to 5 %. Both views' image rows follow z, so the shifted X-rays
-    remain true projections. `seen` also varies in exposure and noise. A flip would make the lateral view wrong.
+    remain true projections. The network's input also varies in exposure and noise. A flip would make the lateral view
+    wrong.
     """
 
     def __init__(self, data: Data, split: str, size: list[int]):
         self.data, self.split, self.size = data, split, tuple(size)
-        self.places = data.split[split]
+        self.patients = [data.patients[index] for index in data.split[split]]
         self.memory: dict[int, tuple] = {}
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.patients)
 
     def read(self, index: int) -> tuple:
         if index in self.memory:
             return self.memory[index]
-        patient = self.data.patients[self.places[index]]
-        volume, extent, *_ = self.data.volume(patient, self.size)
-        found = torch.from_numpy(volume), torch.from_numpy(extent), self.data.xrays(patient)
-        if self.data.args.cache_in_memory:
-            self.memory[index] = found
-        return found
+        patient, args = self.patients[index], self.data.args
+        volume, extent = self.data.volume(patient, self.size), self.data.header(patient)[0]
+        sample = torch.from_numpy(volume), torch.from_numpy(extent), load_xrays(patient, args)
+        if args.cache_in_memory:
+            self.memory[index] = sample
+        return sample
 
     def __getitem__(self, index: int) -> dict:
         args, number, error = self.data.args, int(index), ""
@@ -449,33 +444,33 @@ class XrayCtDataset(Dataset):
             other = self.read((number + 1) % len(self))[2] if self.split == "test" else torch.zeros(0)
         except (InputError, OSError, ValueError) as reason:
             # return zeros and the reason, so that all ranks stop together
-            error = f"{self.data.patients[self.places[number]].id}: {reason}"
+            error = f"{self.patients[number].id}: {reason}"
             xrays = torch.zeros(args.num_views, args.img_size, args.img_size)
             other = xrays if self.split == "test" else torch.zeros(0)
             volume, extent = torch.zeros(self.size, dtype=torch.int16), torch.ones(3)
         epoch = getattr(index, "epoch", None)
         rng = np.random.default_rng([args.seed % 2**63, number] + [epoch] * (epoch is not None))
-        seed, draws, seen = int(rng.integers(2**62)), rng.random(3), xrays
+        seed, draws, input_xrays = int(rng.integers(2**62)), rng.random(3), xrays
         if epoch is not None and args.augmentation:
             steps = round(int(0.05 * volume.shape[-1]) * rng.uniform(-1, 1))
-            volume = move(volume, steps, -1)
-            xrays = move(xrays, -steps * xrays.shape[-2] / volume.shape[-1], -2)
+            volume = shift(volume, steps, -1)
+            xrays = shift(xrays, -steps * xrays.shape[-2] / volume.shape[-1], -2)
             gain, offset = rng.uniform(-1, 1, 2)
-            grain = torch.from_numpy(rng.standard_normal(xrays.shape, np.float32))
-            seen = xrays * (1 + 0.05 * gain) + 0.03 * offset + 0.01 * grain
-        row = number if self.split == "train" and number < KNOWN else -1
+            noise = torch.from_numpy(rng.standard_normal(xrays.shape, np.float32))
+            input_xrays = xrays * (1 + 0.05 * gain) + 0.03 * offset + 0.01 * noise
+        row = number if self.split == "train" and number < PRIOR_PATIENTS else -1
         return {
             "index": number, "row": row, "seed": seed, "draws": torch.from_numpy(draws), "error": error,
-            "volume": volume, "extent": extent, "xrays": xrays, "seen": seen, "other": other,
+            "volume": volume, "extent": extent, "xrays": xrays, "input_xrays": input_xrays, "other": other,
         }  # fmt: skip
 
 
-def move(x: Tensor, steps: float, axis: int) -> Tensor:
+def shift(x: Tensor, steps: float, axis: int) -> Tensor:
     """Shift x along an axis by a number of steps, with linear interpolation and repeated edges."""
     last = x.shape[axis] - 1
-    place = (torch.arange(last + 1) - steps).clamp(0, last)
-    low = place.floor().long()
+    position = (torch.arange(last + 1) - steps).clamp(0, last)
+    low = position.floor().long()
     if steps == round(steps):
         return x.index_select(axis, low)
-    share = (place - low).view([-1 if a == axis % x.dim() else 1 for a in range(x.dim())])
-    return x.index_select(axis, low) * (1 - share) + x.index_select(axis, (low + 1).clamp(max=last)) * share
+    fraction = (position - low).view([-1 if a == axis % x.dim() else 1 for a in range(x.dim())])
+    return x.index_select(axis, low) * (1 - fraction) + x.index_select(axis, (low + 1).clamp(max=last)) * fraction

@@ -30,15 +30,13 @@ VIEWS = ("pa", "lat")
 RAYS = (3, 2)
 # lower bound of a line integral's noise, set by fp32 rounding
 LEAST_NOISE = 1e-4
+# maximum number of principal directions in the linear posterior
+PRIOR_RANK = 64
 
 
 def normalise(hu: Tensor) -> Tensor:
     """Clip HU and scale to -1..1."""
     return (hu.clamp(HU_MIN, HU_MAX) - HU_MIN) / HU_PER_UNIT - 1
-
-
-def to_hu(volume: Tensor) -> Tensor:
-    return (volume + 1) * HU_PER_UNIT + HU_MIN
 
 
 def as_image(plane: Tensor) -> Tensor:
@@ -85,13 +83,13 @@ def project(volume: Tensor, extent: Tensor, view: int) -> Tensor:
     return as_image((volume.mean(axis) + 1) * length)
 
 
-def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int, longest: int = 512) -> np.ndarray:
-    """Render a CT (X, Y, Z) as a uint8 image with square pixels, `longest` of them along the longer side."""
+def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int) -> np.ndarray:
+    """Render a CT (X, Y, Z) as a uint8 image with square pixels, 512 of them along the longer side."""
     mm = np.array(hu.shape) * spacing
     volume = normalise(torch.from_numpy(np.ascontiguousarray(hu, dtype=np.float32)))[None, None]
     integral = project(volume, torch.from_numpy(mm).float()[None], view)
     sides = np.array([mm[2], mm[3 - RAYS[view]]])
-    rows, columns = (max(1, round(float(side))) for side in sides * longest / sides.max())
+    rows, columns = (max(1, round(float(side))) for side in sides * 512 / sides.max())
     grey = (resize(integral, (rows, columns)) / P_MAX).clamp(0, 1) * 255
     return grey[0, 0].round().to(torch.uint8).numpy()
 
@@ -107,7 +105,7 @@ class Grey(NamedTuple):
     noise: float
 
 
-class Measured(NamedTuple):
+class RaySums(NamedTuple):
     """X-rays as sums of voxels in -1..1 along the rays of a grid: each view's plane (B, 1, X or Y, Z) of sums and the
     variance (B, 1, 1, 1) of their noise."""
 
@@ -115,7 +113,7 @@ class Measured(NamedTuple):
     noise: list[Tensor]
 
 
-def measure(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> Measured:
+def ray_sums(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> RaySums:
     """Convert X-rays (B, views, H, W) in -1..1 to sums along the rays of a grid. extent: (B, 3) mm."""
     sums, noise = [], []
     for view, grey in enumerate(greys):
@@ -126,11 +124,11 @@ def measure(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list
         integral = resize((xrays[:, view : view + 1] - grey.offset) / grey.slope, (size[2], size[3 - axis]))
         sums.append(as_plane(integral) / unit - count)
         noise.append((max(grey.noise, LEAST_NOISE) / unit) ** 2)
-    return Measured(sums, noise)
+    return RaySums(sums, noise)
 
 
 @torch.no_grad()
-def agree(volume: Tensor, measured: Measured, variance: float, corrections: int = 2) -> Tensor:
+def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections: int) -> Tensor:
     """Correct volumes (B, 1, X, Y, Z) in -1..1 to agree with the X-rays within their noise, without gradients.
 
     If each voxel of V has an error of variance c, and the sums y = A V have noise of variance N, the best linear
@@ -140,21 +138,21 @@ def agree(volume: Tensor, measured: Measured, variance: float, corrections: int 
     """
     with torch.autocast(volume.device.type, enabled=False):
         volume, c = volume.float(), max(variance, 1e-12)
-        explained = [torch.zeros_like(plane) for plane in measured.sums]
+        explained = [torch.zeros_like(plane) for plane in xrays.sums]
+        pivots = [c * volume.shape[axis] + noise for axis, noise in zip(RAYS, xrays.noise, strict=False)]
         for _ in range(corrections):
-            seen = zip(RAYS, measured.sums, measured.noise, explained, strict=False)
-            lacks = [sums - volume.sum(axis) - noise * z for axis, sums, noise, z in seen]
-            gains = [c * volume.shape[axis] + n for axis, n in zip(RAYS, measured.noise, strict=False)]
-            if len(lacks) == 1:
-                parts = [lacks[0] / gains[0]]
+            views = zip(RAYS, xrays.sums, xrays.noise, explained, strict=False)
+            residuals = [sums - volume.sum(axis) - noise * z for axis, sums, noise, z in views]
+            if len(residuals) == 1:
+                parts = [residuals[0] / pivots[0]]
             else:
-                (n1, n2), (nx, ny) = measured.noise, volume.shape[2:4]
-                first, second = (plane.sum(2, keepdim=True) for plane in lacks)
+                (n1, n2), (nx, ny) = xrays.noise, volume.shape[2:4]
+                r1, r2 = (plane.sum(2, keepdim=True) for plane in residuals)
                 # determinants expanded symbolically, because their differences would be lost in rounding
                 det = c * (ny * n2 + nx * n1) + n1 * n2
-                other = (c * ny * (second - first) + n1 * second) / det
-                own = (c * nx * (first - second) + n2 * first) / det
-                parts = [(lacks[0] - c * other) / gains[0], (lacks[1] - c * own) / gains[1]]
+                sum1 = (c * nx * (r1 - r2) + n2 * r1) / det
+                sum2 = (c * ny * (r2 - r1) + n1 * r2) / det
+                parts = [(residuals[0] - c * sum2) / pivots[0], (residuals[1] - c * sum1) / pivots[1]]
             explained = [z + part for z, part in zip(explained, parts, strict=True)]
             volume = volume + c * sum(part.unsqueeze(axis) for axis, part in zip(RAYS, parts, strict=False))
             volume = volume.clamp(-1, 1)
@@ -163,7 +161,7 @@ def agree(volume: Tensor, measured: Measured, variance: float, corrections: int 
 
 def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> Tensor:
     """Simplest reconstruction (B, 1, X, Y, Z): spread each ray's mean along the ray and average the views."""
-    sums = measure(xrays, extent, greys, size).sums
+    sums = ray_sums(xrays, extent, greys, size).sums
     spread = [(s / size[a - 2]).unsqueeze(a).expand(-1, -1, *size) for a, s in zip(RAYS, sums, strict=False)]
     return torch.stack(spread).mean(0).clamp(-1, 1)
 
@@ -196,12 +194,11 @@ class Prior(NamedTuple):
     weights: Tensor | None = None
     kernel: Tensor | None = None
 
-    def on(self, device: torch.device, size: list[int]) -> "Prior":
+    def to(self, device: torch.device, size: list[int]) -> "Prior":
         """Copy to a device; resample to a coarser grid if `size` is smaller than the prior's."""
         least = [min(own, other) for own, other in zip(self.grid, size, strict=True)]
         coarse = self._replace(mean=resize(self.mean, least), basis=resize(self.basis, least))
-        tensors = {name: value for name, value in coarse._asdict().items() if isinstance(value, Tensor)}
-        return coarse._replace(**{name: value.to(device) for name, value in tensors.items()})
+        return Prior(*(value.to(device) if isinstance(value, Tensor) else value for value in coarse))
 
     def state(self) -> dict:
         """Dict for a checkpoint, without anything that reveals a single patient's CT; Prior.of() reads it."""
@@ -214,23 +211,23 @@ class Prior(NamedTuple):
     def volume(self, xrays: Tensor, extent: Tensor, rows: Tensor, size: tuple | list) -> Tensor:
         """Linear posterior (B, 1, X, Y, Z). rows (B,): index of the training patient to leave out, or -1."""
         rays = rays_of(xrays, extent, self.greys, self.grid) - self.centre
-        shares = rays @ self.gain.T
+        coefficients = rays @ self.gain.T
         if self.kernel is not None:
             own = rows.clamp(min=0)
             part = (rays * self.weights[own]).sum(1) + 1 / len(self.kernel)
             part = part / self.kernel.diagonal()[own] * (rows >= 0)
-            shares = shares - part[:, None] * (self.kernel[own] @ self.coordinates)
-        deviation = shares @ self.basis.flatten(1)
+            coefficients = coefficients - part[:, None] * (self.kernel[own] @ self.coordinates)
+        deviation = coefficients @ self.basis.flatten(1)
         return resize((self.mean + deviation.view(-1, *self.mean.shape[1:])).clamp(-1, 1), size)
 
 
 def rays_of(xrays: Tensor, extent: Tensor, greys: list[Grey], grid: list[int]) -> Tensor:
     """Convert X-rays to the mean (B, P) of a volume in -1..1 along each ray of all views."""
-    sums = measure(xrays, extent, greys, grid).sums
+    sums = ray_sums(xrays, extent, greys, grid).sums
     return torch.cat([(plane / grid[axis - 2]).flatten(1) for axis, plane in zip(RAYS, sums, strict=False)], 1)
 
 
-def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey], rank: int = 64) -> Prior:
+def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
     """Fit the linear posterior to training patients. volumes: (N, X, Y, Z); rays: (N, P), from rays_of().
 
     The penalty minimizes the leave-one-out error, which has a closed form. The mean must exclude the left-out patient
@@ -239,28 +236,37 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey], rank: int = 64
     count, mean = len(volumes), volumes.mean(0)
     deviations = (volumes - mean).flatten(1)
     # rays of the volumes themselves, without X-ray noise
-    true_rays = [torch.cat([x.mean(a - 1).flatten(1) for a in RAYS[: len(greys)]], 1) for x in (mean[None], volumes)]
-    centre, seen = true_rays[0], (true_rays[1] - true_rays[0]).double()
-    gram, inner = seen @ seen.T, (deviations @ deviations.T).double()
-    answers = seen @ (rays.double() - centre).T
-    unit = float(gram.trace()) / count
-    best = None
-    for share in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
-        kernel = torch.linalg.inv(gram + share * unit * torch.eye(count, dtype=torch.float64))
+    centre, true_rays = (
+        torch.cat([x.mean(axis - 1).flatten(1) for axis in RAYS[: len(greys)]], 1) for x in (mean[None], volumes)
+    )
+    centred_rays = (true_rays - centre).double()
+    gram, inner = centred_rays @ centred_rays.T, (deviations @ deviations.T).double()
+    cross = centred_rays @ (rays.double() - centre).T
+    mean_norm = float(gram.trace()) / count
+    fits = []
+    for penalty in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
+        kernel = torch.linalg.inv(gram + penalty * mean_norm * torch.eye(count, dtype=torch.float64))
         # column i: weights for patient i; the last line removes the patient from the fit and from the mean
-        w = kernel @ answers
-        kernel = kernel - 1 / (share * unit * count)
+        w = kernel @ cross
+        kernel = kernel - 1 / (penalty * mean_norm * count)
         w = w - kernel * ((w.diagonal() + 1 / count) / kernel.diagonal())
         error = float((inner.diagonal() - 2 * (inner * w).sum(0) + (w * (inner @ w)).sum(0)).mean())
-        if best is None or error < best[0]:
-            best = (error, share, kernel)
-    error, penalty, kernel = best
-    coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(rank, count - 1)].float()
-    basis = (coordinates.T @ deviations).view(-1, *mean.shape)
-    # the constant subtracted from the kernel cancels here, because the columns of `seen` sum to 0
-    weights = (kernel @ seen).float()
-    voxels = deviations.shape[1]
-    numbers = {"penalty": penalty, "variance": float(inner.trace()) / (count * voxels), "error": error / voxels}
-    tensors = {"mean": mean[None, None], "basis": basis, "centre": centre[0], "gain": coordinates.T @ weights}
-    tensors |= {"coordinates": coordinates, "weights": weights, "kernel": kernel.float()}
-    return Prior(list(mean.shape), greys, **numbers, **tensors)
+        fits.append((error, penalty, kernel))
+    error, penalty, kernel = min(fits, key=lambda fit: fit[0])
+    coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(PRIOR_RANK, count - 1)].float()
+    # the constant subtracted from the kernel cancels here, because the columns of centred_rays sum to 0
+    weights = (kernel @ centred_rays).float()
+    return Prior(
+        grid=list(mean.shape),
+        greys=greys,
+        penalty=penalty,
+        variance=float(inner.trace()) / deviations.numel(),
+        error=error / deviations.shape[1],
+        mean=mean[None, None],
+        basis=(coordinates.T @ deviations).view(-1, *mean.shape),
+        centre=centre[0],
+        gain=coordinates.T @ weights,
+        coordinates=coordinates,
+        weights=weights,
+        kernel=kernel.float(),
+    )

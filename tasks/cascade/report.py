@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,77 +11,73 @@ import torch
 from torch import Tensor
 
 import distributed_utils as du
-from tasks.cascade.geometry import HU_PER_UNIT, VIEWS, Grey, project, to_hu
+from tasks.cascade.geometry import HU_MIN, HU_PER_UNIT, VIEWS, Grey, project
 from utils import stats
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError
 
 # baselines without a network; the table compares with the best one
-RIVALS = ("linear posterior", "mean volume", "back-projection", "nearest patient")
+BASELINES = ("linear posterior", "mean volume", "back-projection", "nearest patient")
 # display windows in units of -1..1: -1000 to 400 HU for slices, +-300 HU for differences
 WINDOW, DIFFERENCE = (-1.0, -0.3), 0.15
 
 
 def name_of(row: str) -> str:
     """Prefix of a row's metrics in summary.json; it begins with rival/ for baselines."""
-    name = row.replace(", ", "_").replace("'s", "").replace(" ", "_").replace("-", "_").replace(".", "")
-    if row.startswith(RIVALS):
+    name = re.sub("[, -]+", "_", row.replace("'s", ""))
+    if row.startswith(BASELINES):
         return f"rival/{name}/"
     return "" if row in ("one step", "regression") else f"{name}/"
 
 
 def print_test(
-    table: dict[tuple[str, str], np.ndarray], grid: str, rival_run: str | None, digest: str
+    table: dict[str, dict[str, np.ndarray]], grid: str, rival_run: str | None, digest: str
 ) -> dict[str, float]:
     """Print the test's table on rank 0 and return {metric: mean over patients}.
 
-    table: {(row, column): values (patients,)}. grid: voxels, for the title. rival_run: folder of another run to add as
+    table: {row: {column: values (patients,)}}. grid: voxels, for the title. rival_run: folder of another run to add as
     a row, if `digest` shows that its patients are the same.
     """
-    metrics = {f"test/{name_of(row)}{column}": float(np.nanmean(values)) for (row, column), values in table.items()}
-    rows: dict[str, dict[str, float]] = {}
-    for (row, column), values in table.items():
-        rows.setdefault(row, {})[column] = float(np.nanmean(values))
-        if (row, column) == ("one sample", "psnr"):
+    rows, metrics = {}, {}
+    for row, columns in table.items():
+        rows[row] = {column: float(np.nanmean(values)) for column, values in columns.items()}
+        metrics |= {f"test/{name_of(row)}{column}": mean for column, mean in rows[row].items()}
+        if row == "one sample":
             # a perfect sample has twice the squared error of the mean, because truth and sample both vary around it
             perfect = metrics["test/perfect_sample/psnr"] = metrics["test/psnr"] - 10 * math.log10(2)
             rows["one perfect sample"] = {"psnr": perfect}
+    header = list(next(iter(rows.values())))
     if rival_run:
-        rows |= read_rival(Path(rival_run), digest, next(iter(rows.values())))
-    coverage = rows.get("one sample", {}).pop("coverage_90", None)
+        rows |= read_rival(Path(rival_run), digest, header)
 
-    # the baseline with the best mean PSNR, and the lead over it for each patient
-    psnr = {row: values for (row, column), values in table.items() if column == "psnr"}
+    psnr = {row: columns["psnr"] for row, columns in table.items()}
     patients = range(len(next(iter(psnr.values()))))
-    strongest = max((row for row in psnr if row.startswith(RIVALS)), key=lambda row: psnr[row].mean())
-    lines = []
+    title = f"test, {len(patients)} patient{'s' * (len(patients) > 1)}, {grid}"
+    lines = [f"{title:<28}" + "".join(f"{column:>9}" for column in header)]
+    digits = {column: 0 if column.endswith("hu") else 2 if column == "psnr" else 3 for column in header}
+    for row, means in rows.items():
+        cells = [f"{means[column]:9.{digits[column]}f}" if column in means else f"{'-':>9}" for column in header]
+        lines.append(f"{row:<28}" + "".join(cells))
+
+    # the lead for each patient over the baseline with the best mean PSNR
+    strongest = max((row for row in psnr if row.startswith(BASELINES)), key=lambda row: psnr[row].mean())
+    baselines = {"strongest_rival": strongest, "another_patient": "another patient's X-rays"}
     for own in ("regression", "one step", "one sample"):
-        for other in (strongest, "another patient's X-rays") if own in psnr else ():
+        for name, other in baselines.items() if own in psnr else ():
             lead = psnr[own] - psnr[other]
             low, high = stats.interval_of_mean(lead, patients, bounded=False)
-            name = "strongest_rival" if other == strongest else "another_patient"
             key = f"test/{name_of(own)}psnr_above_{name}"
             metrics |= {key: float(lead.mean()), f"{key}_low": low, f"{key}_high": high}
             if own != "one sample" or other == strongest:
                 lines.append(f"{own}: {stats.shown(lead.mean(), low, high, '+', digits=2)} dB above {other}")
+    coverage = metrics.get("test/one_sample/coverage_90")
     if coverage is not None:
         lines.append(f"the 90 % interval of the samples holds {coverage:.1%} of the true voxels of the body")
-
-    columns = list(next(iter(rows.values())))
-    title = f"test, {len(patients)} patient{'s' * (len(patients) > 1)}, {grid}"
-    lines = [f"{title:<28}" + "".join(f"{c:>9}" for c in columns)] + [
-        f"{row:<28}" + "".join(f"{values[c]:9.{digits_of(c)}f}" if c in values else f"{'-':>9}" for c in columns)
-        for row, values in rows.items()
-    ] + lines  # fmt: skip
     du.print_main("\n".join(lines))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def digits_of(column: str) -> int:
-    return 0 if column.endswith("hu") else 2 if column == "psnr" else 3
-
-
-def read_rival(folder: Path, digest: str, columns: dict) -> dict[str, dict[str, float]]:
+def read_rival(folder: Path, digest: str, columns: list[str]) -> dict[str, dict[str, float]]:
     """Read another run's test as {row: metrics}. Raises InputError if it has no summary or other patients."""
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -139,7 +136,7 @@ def write_volume(path: Path, volume: Tensor, extent: list[float], is_difference:
     """Write a volume (X, Y, Z) in -1..1, or a difference, as NIfTI in integer HU, centred at 0 mm. Raises RunError."""
     import nibabel
 
-    hu = volume * HU_PER_UNIT if is_difference else to_hu(volume)
+    hu = volume * HU_PER_UNIT if is_difference else (volume + 1) * HU_PER_UNIT + HU_MIN
     values = hu.round().to(torch.int16).cpu().numpy()
     voxel = np.array(extent) / values.shape
     affine = np.diag([*voxel, 1.0])

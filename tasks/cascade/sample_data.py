@@ -37,14 +37,14 @@ def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> N
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"{out}: holds something already; choose another folder or delete it")
     rng = np.random.default_rng(seed)
-    names = [f"patient_{place:04d}" for place in range(1, num_patients + 1)]
+    names = [f"patient_{number:04d}" for number in range(1, num_patients + 1)]
     for name in names:
         (out / name).mkdir(parents=True)
         write_ct(out / name / f"{name}.nii.gz", rng, matrix)
     make_drrs(out)
-    held = max(1, round(num_patients / 6))
-    (out / "train.txt").write_text("\n".join(names[held:]) + "\n")
-    (out / "test.txt").write_text("\n".join(names[:held]) + "\n")
+    num_test = max(1, round(num_patients / 6))
+    (out / "train.txt").write_text("\n".join(names[num_test:]) + "\n")
+    (out / "test.txt").write_text("\n".join(names[:num_test]) + "\n")
     print(f"{out}: {num_patients} patients; --split_files {out}/train.txt {out}/test.txt")
 
 
