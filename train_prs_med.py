@@ -30,7 +30,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--data_root", default="data", help="folder with annotations/*.csv, and the two models unless given below")
     add("--annotations", nargs="+", metavar="NAME", help="names of the annotation CSVs to use; default: all")
     advanced("--skip_bad_rows", action="store_true", help="drop and count rows with a missing field or file")
-    advanced("--skip_data_check", action="store_true", help="do not read every image and mask before training")
     add("--patient_column", metavar="NAME", help="CSV column with the patient id; default: patient, if it exists")
     advanced("--patient_pattern", metavar="REGEX", help="finds the patient id in the image's file name instead")
     add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image together")
@@ -44,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: the first in a folder of --data_root")
     add("--sam_path", help="SAM-format folder or hub name; default: the first in a folder of --data_root")
-    add("--image_size", type=whole(16), help="side of SAM's input and the masks; default: SAM's; lower it on OOM")
+    add("--image_size", type=whole(32), help="side of SAM's input and the masks; default: SAM's; lower it on OOM")
     add("--lora_rank", type=whole(1), default=16, help="rank of the LoRA matrices")
     advanced("--lora_alpha", type=real(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
     advanced("--lora_dropout", type=real(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
@@ -86,6 +85,7 @@ if __name__ == "__main__":
     launch_workers(ARGS.world_size)
 
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 
@@ -103,13 +103,15 @@ from transformers import DynamicCache
 import distributed_utils as du
 from hardware_utils import autocast, out_of_memory, set_precision
 from tasks.prs_med import annotations, report, rivals, wordings
-from tasks.prs_med.annotations import POSITIONS, Row, position_in, position_of
-from tasks.prs_med.sam_attention import fold_relative_positions, look_up_in_order
+from tasks.prs_med.annotations import POSITIONS, Row, is_right, position_in, position_of
+from tasks.prs_med.sam_attention import fold_relative_positions, make_relative_positions_deterministic
 from tasks.prs_med.unet import unet_scores
-from utils import checkpoint, images, tables
+from utils import checkpoint
 from utils.engine import make_engine
+from utils.images import open_image, square, square_box
 from utils.loop import Plan, Run, Training
 from utils.sampler import EvalBatchSampler, ImageGroups
+from utils.tables import list_questions
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_rank"
@@ -164,7 +166,7 @@ class MaskDecoder(nn.Module):
         features, half, fine = (grid.index_select(0, image_of) for grid in (features, half, fine))
 
         text = self.text(words)
-        scale, shift = self.film(pick(text, (~padding).sum(1, keepdim=True) - 1)).chunk(2, dim=2)
+        scale, shift = self.film(gather_states(text, (~padding).sum(1, keepdim=True) - 1)).chunk(2, dim=2)
         tokens = self.image_norm(features.flatten(2).transpose(1, 2)) * (1 + scale) + shift
         attended, _ = self.attention(tokens, text, text, key_padding_mask=padding, need_weights=False)
         tokens = self.encoder(self.norm(tokens + attended))
@@ -184,13 +186,13 @@ def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
 class PRSMed(nn.Module):
     """Frozen VLM with LoRA, fully trained SAM encoder and mask decoder; one forward pass computes mask and answer."""
 
-    def __init__(self, vlm: nn.Module, sam: nn.Module, reader: "Reader", precision: str):
+    def __init__(self, vlm: nn.Module, sam: nn.Module, processor: "Processor", precision: str):
         super().__init__()
-        self.vlm, self.sam, self.reader, self.precision = vlm, sam, reader, precision
+        self.vlm, self.sam, self.processor, self.precision = vlm, sam, processor, precision
         self.checkpointing = False
         scale = sam.config.patch_size // 4
         self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels, scale)
-        for name, values in reader.statistics.items():
+        for name, values in processor.statistics.items():
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
 
     @property
@@ -210,17 +212,17 @@ class PRSMed(nn.Module):
         """
         with autocast(self.device, self.precision):
             words = self.vlm.get_input_embeddings()(batch["ids"])
-            first, last = self.reader.image_places
+            first, last = self.processor.image_span
             embeddings = torch.cat([words[:, :first], self.image_features(batch, words.dtype), words[:, last:]], dim=1)
             hidden = self.vlm.model.language_model(inputs_embeds=embeddings, **self.causal(embeddings))
             hidden = hidden.last_hidden_state
 
-            logits = self.vlm.lm_head(pick(hidden, batch["answer_at"])).float().transpose(1, 2)
+            logits = self.vlm.lm_head(gather_states(hidden, batch["answer_at"])).float().transpose(1, 2)
             text_losses = F.cross_entropy(logits, batch["answer"], ignore_index=-100, reduction="none")
 
             pixels = (batch["sam"] / 255 - self.sam_mean) / self.sam_std
             features = self.sam(pixels).last_hidden_state
-            words = pick(hidden, batch["words"]).to(features.dtype)
+            words = gather_states(hidden, batch["words"]).to(features.dtype)
             masks = self.decoder(features, words, batch["words"] < 0, pixels, batch["image_of"])
             return masks.float(), text_losses.sum(1)
 
@@ -246,20 +248,20 @@ class PRSMed(nn.Module):
     @torch.no_grad()
     def answer(self, batch: dict, max_new_tokens: int) -> list[str]:
         """Generate answers to a batch's questions by greedy decoding."""
-        prompt, reader = batch["prompt"], self.reader
+        prompt, processor = batch["prompt"], self.processor
         padding = prompt < 0
         with autocast(self.device, self.precision):
-            words = self.vlm.get_input_embeddings()(prompt.masked_fill(padding, reader.pad))
-            is_image = (prompt == reader.image_token).unsqueeze(2)
+            words = self.vlm.get_input_embeddings()(prompt.masked_fill(padding, processor.pad))
+            is_image = (prompt == processor.image_token).unsqueeze(2)
             tokens = self.vlm.generate(
                 inputs_embeds=words.masked_scatter(is_image, self.image_features(batch, words.dtype)),
                 attention_mask=(~padding).long(),
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
-                pad_token_id=reader.pad,
-                eos_token_id=reader.end,
+                pad_token_id=processor.pad,
+                eos_token_id=processor.end,
             )
-        return [answer.strip() for answer in reader.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+        return [answer.strip() for answer in processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
 
 class NoCache(DynamicCache):
@@ -269,10 +271,9 @@ class NoCache(DynamicCache):
         return keys, values
 
 
-def pick(hidden: Tensor, places: Tensor) -> Tensor:
+def gather_states(hidden: Tensor, indices: Tensor) -> Tensor:
     """Gather hidden states (B, L, D) at indices (B, N) into (B, N, D); a negative index counts as 0."""
-    index = places.clamp_min(0).unsqueeze(2).expand(-1, -1, hidden.shape[2])
-    return hidden.gather(1, index)
+    return hidden.take_along_dim(indices.clamp_min(0).unsqueeze(2), dim=1)
 
 
 # --- pretrained parts -------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed:
     """Load the VLM and SAM's encoder; add LoRA to the VLM and freeze its other weights. Raises InputError."""
-    from transformers import AutoTokenizer, LlavaForConditionalGeneration, SamModel, SamVisionModel, utils
+    from transformers import AutoModel, AutoTokenizer, LlavaForConditionalGeneration, utils
     from transformers.image_processing_base import ImageProcessingMixin
 
     utils.logging.set_verbosity_error()
@@ -318,14 +319,12 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         vlm_settings, _ = ImageProcessingMixin.get_image_processor_dict(vlm_path)
         path = sam_path
         sam_settings, _ = ImageProcessingMixin.get_image_processor_dict(sam_path)
-        kind = SamModel.config_class.get_config_dict(sam_path)[0]["model_type"]
-        sam_class = SamVisionModel if kind == "sam_vision_model" else SamModel
-        sam = sam_class.from_pretrained(sam_path, trust_remote_code=False, dtype=torch.float32).vision_encoder
+        sam = AutoModel.from_pretrained(sam_path, trust_remote_code=False, dtype=torch.float32).vision_encoder
     except Exception as error:
         if out_of_memory(error):
             raise
-        advice = "check --vlm_path and --sam_path"
-        raise InputError(f"{path}: model cannot be loaded ({first_line(error)}); {advice}") from None
+        reason = f"model cannot be loaded ({first_line(error)})"
+        raise InputError(f"{path}: {reason}; check --vlm_path and --sam_path") from None
 
     # resize SAM's absolute position embeddings; the forward pass interpolates the relative ones
     size, patch = args.image_size or sam.config.image_size, sam.config.patch_size
@@ -347,17 +346,17 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         for name, settings in (("vlm", vlm_settings), ("sam", sam_settings))
         for kind in ("mean", "std")
     }
-    reader = Reader(tokenizer, vlm.config.image_token_id, image_tokens, size, vlm_size, statistics)
+    processor = Processor(tokenizer, vlm.config.image_token_id, image_tokens, size, vlm_size, statistics)
 
     # seed the new LoRA and decoder weights: they must be the same on every rank
     torch.manual_seed(args.seed)
-    model = PRSMed(add_lora(vlm, args, device), sam, reader, precision).to(device)
+    model = PRSMed(add_lora(vlm, args, device), sam, processor, precision).to(device)
     if device.type == "cuda":
         fold_relative_positions(model.sam)
         model.sam.to(memory_format=torch.channels_last)
         model.decoder.to(memory_format=torch.channels_last)
     elif torch.get_num_threads() > 1:
-        look_up_in_order(model.sam)
+        make_relative_positions_deterministic(model.sam)
     if args.gradient_checkpointing:
         model.checkpointing = True
         for encoder in (model.vlm, model.sam):
@@ -389,12 +388,12 @@ def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module
                 if device.type == "cuda" and isinstance(dropout, nn.Dropout):
                     # otherwise each of a 7B model's 224 layers stores its dropout output: 18 GiB for 8 images
                     matrix = layer.lora_A[name]
-                    matrix.forward = partial(dropped_linear, matrix, dropout.p)
+                    matrix.forward = partial(linear_after_dropout, matrix, dropout.p)
                     layer.lora_dropout[name] = nn.Identity()
     return vlm
 
 
-def dropped_linear(linear: nn.Linear, probability: float, inputs: Tensor) -> Tensor:
+def linear_after_dropout(linear: nn.Linear, probability: float, inputs: Tensor) -> Tensor:
     """Compute linear(dropout(inputs)), (..., in) -> (..., rank); the backward pass recomputes the dropout output."""
 
     def compute(inputs: Tensor) -> Tensor:
@@ -411,8 +410,8 @@ def fingerprint(model: nn.Module) -> Tensor:
     for parameter in model.parameters():
         if not parameter.requires_grad:
             flat = parameter.detach().flatten()
-            places = torch.arange(min(16, len(flat)), device=flat.device) * (len(flat) - 1) // 15
-            values.append(flat[places].float().cpu())
+            indices = torch.arange(min(16, len(flat)), device=flat.device) * (len(flat) - 1) // 15
+            values.append(flat[indices].float().cpu())
     return torch.cat(values)
 
 
@@ -429,10 +428,10 @@ def load_weights(model: PRSMed, saved: dict) -> None:
 
 
 @dataclass
-class Reader:
+class Processor:
     """Converts questions, answers and images to the inputs of a VLM and a SAM encoder.
 
-    image_token: id of <image>. image_tokens: tokens per image. image_places: where they start and end in a prompt.
+    image_token: id of <image>. image_tokens: tokens per image. image_span: where they start and end in a prompt.
     image_size: side of SAM's input and the masks. vlm_size: side of the VLM's input. statistics: mean and standard
     deviation for each encoder.
     """
@@ -448,37 +447,35 @@ class Reader:
         self.end = self.tokenizer.eos_token_id
         self.pad = self.end if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         first = self.tokens("", "")[0].index(self.image_token)
-        self.image_places = first, first + self.image_tokens
+        self.image_span = first, first + self.image_tokens
 
     def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         """Token ids of `USER: <image>\\n{question}\\nASSISTANT:` (with all image tokens) and of ` {answer}</s>`."""
         image = self.tokenizer.convert_ids_to_tokens(self.image_token)
         asked = f"USER: {image}\n{question}\nASSISTANT:"
         prompt, both = (self.tokenizer(text)["input_ids"] for text in (asked, f"{asked} {answer}"))
-        if both[-1] == self.end:
-            both = both[:-1]
-        if prompt[-1] == self.end:
-            prompt = prompt[:-1]
-        place = prompt.index(self.image_token)
-        expanded = [*prompt[:place], *[self.image_token] * self.image_tokens, *prompt[place + 1 :]]
+        # some tokenizers append </s>
+        prompt, both = (ids[:-1] if ids[-1] == self.end else ids for ids in (prompt, both))
+        first = prompt.index(self.image_token)
+        expanded = [*prompt[:first], *[self.image_token] * self.image_tokens, *prompt[first + 1 :]]
         return expanded, [*both[len(prompt) :], self.end]
 
     def pixels(self, image: Image.Image) -> list[np.ndarray]:
         """Convert an image, padded to a square, to uint8 (3, image_size, image_size) and (3, vlm_size, vlm_size)."""
-        squares = (images.square(image, side, Image.Resampling.BICUBIC) for side in (self.image_size, self.vlm_size))
-        return [np.asarray(square).transpose(2, 0, 1) for square in squares]
+        padded = [square(image, side, Image.Resampling.BICUBIC) for side in (self.image_size, self.vlm_size)]
+        return [np.asarray(image).transpose(2, 0, 1) for image in padded]
 
 
-class Decoded:
+class DecodedFiles:
     """Cache of decoded files, uint8 (length,) each, shared by all ranks and workers of a machine.
 
     There is no cache if all files together exceed most_bytes.
     """
 
     def __init__(self, keys: list[str], length: int, most_bytes: float):
-        self.numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        size = len(self.numbers) * (length + 1)
-        shared = du.share_bytes(size) if 0 < size <= most_bytes else None
+        self.index_of = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+        size = len(self.index_of) * (length + 1)
+        shared = du.share_bytes(size) if size <= most_bytes else None
         # the last byte of a record marks it as filled
         self.records = None if shared is None else shared.reshape(-1, length + 1)
 
@@ -486,7 +483,7 @@ class Decoded:
         """Return the record of `key`; decode(file) fills it on the first call on this machine."""
         if self.records is None:
             return decode(file)
-        record = self.records[self.numbers[key]]
+        record = self.records[self.index_of[key]]
         if not record[-1]:
             record[:-1] = decode(file)
             record[-1] = 1
@@ -496,91 +493,90 @@ class Decoded:
 class PositionData(Dataset):
     """Rows as uint8 images at both encoders' sizes, bool mask, token ids and true position.
 
-    An empty path gives a blank image or mask. decoded: caches of images and masks. augmented_by: seed of the
-    augmentation, None for none. reworded, absent: shares of questions that are reworded, or ask about a structure of
-    another modality; drawn with `seed`.
+    An empty path gives a blank image or mask. caches: of decoded images and masks. augmented: whether images are
+    augmented. reword, absent: shares of questions that are reworded, or ask about a structure of another modality.
+    seed: of all three.
     """
 
     def __init__(
         self,
         rows: list[Row],
-        reader: Reader,
-        decoded: tuple[Decoded, Decoded],
-        augmented_by: int | None = None,
-        reworded: float = 0.0,
-        absent: float = 0.0,
+        processor: Processor,
+        caches: tuple[DecodedFiles, DecodedFiles],
         seed: int = 0,
+        augmented: bool = False,
+        reword: float = 0.0,
+        absent: float = 0.0,
     ):
-        self.rows, self.reader, self.augmented_by, self.seed = rows, reader, augmented_by, seed
-        self.images, self.masks = decoded
-        self.reworded, self.others = reworded, wordings.others_of(rows)
-        self.absent, self.elsewhere = absent, wordings.absent_of(rows)
+        self.rows, self.processor, self.caches, self.seed = rows, processor, caches, seed
+        self.augmented, self.reword, self.absent = augmented, reword, absent
+        self.other_names, self.absent_names = wordings.other_names(rows), wordings.absent_names(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
         """Return a row's tensors. An unreadable file is left blank and reported in `error`, which stops all ranks."""
-        row, side, small = self.asked(index), self.reader.image_size, self.reader.vlm_size
+        row, side, small = self.row_in_epoch(index), self.processor.image_size, self.processor.vlm_size
+        images, masks = self.caches
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
         file, error = row.mask, ""
         try:
             if row.mask:
-                mask = self.masks.get(row.mask, self.decode_mask, row.mask)
+                mask = masks.get(row.mask, self.decode_mask, row.mask)
             if row.image:
                 file = row.image
-                pixels = self.images.get(row.identity, self.decode_image, row.image)
+                pixels = images.get(row.identity, self.decode_image, row.image)
         except (OSError, ValueError) as reason:
-            # the file changed after the data check, or the check was skipped
+            # the file changed after the data check
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
         sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
         mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer
-        if self.augmented_by is not None:
-            rng = np.random.default_rng([self.augmented_by % 2**63, index.epoch, self.images.numbers[row.identity]])
+        if self.augmented:
+            rng = np.random.default_rng([self.seed % 2**63, index.epoch, images.index_of[row.identity]])
             sam, vlm, mask = augment(sam, vlm, mask, rng)
             moved = position_of(mask)
             answer, position = annotations.name_position(answer, position, moved), moved
-        prompt, answer = self.reader.tokens(row.question, answer)
+        prompt, answer = self.processor.tokens(row.question, answer)
         item = {name: torch.from_numpy(x.copy()) for name, x in (("sam", sam), ("vlm", vlm), ("mask", mask))}
         item |= {"index": int(index), "identity": row.identity, "error": error}
         return item | {"prompt": prompt, "answer": answer, "position": position}
 
-    def asked(self, index: int) -> Row:
+    def row_in_epoch(self, index: int) -> Row:
         """Return the row; in training, its question may be reworded or replaced in this epoch."""
         row = self.rows[index]
-        if not row.names or not (self.reworded or self.absent):
+        if not row.names or not (self.reword or self.absent):
             return row
         rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
-        elsewhere = self.elsewhere[row.modality]
-        if elsewhere and rng.random() < self.absent:
-            name = elsewhere[rng.integers(len(elsewhere))]
-            question = wordings.draw(rng, [name], [row.names[0]])
-            return wordings.ask_for_absent(row, question, name)
-        if rng.random() < self.reworded:
+        absent = self.absent_names[row.modality]
+        if absent and rng.random() < self.absent:
+            name = absent[rng.integers(len(absent))]
+            return wordings.ask_for_absent(row, wordings.draw(rng, [name], row.names[:1]), name)
+        if rng.random() < self.reword:
             # a model that sees few wordings memorizes whole questions instead of reading the name
-            question = wordings.draw(rng, row.names, self.others[row.modality, row.names[0]])
-            return row._replace(question=question)
+            others = self.other_names[row.modality, row.names[0]]
+            return row._replace(question=wordings.draw(rng, row.names, others))
         return row
 
     def decode_image(self, path: str) -> np.ndarray:
-        return np.concatenate([pixels.ravel() for pixels in self.reader.pixels(images.open_image(path))])
+        return np.concatenate([pixels.ravel() for pixels in self.processor.pixels(open_image(path))])
 
     def decode_mask(self, path: str) -> np.ndarray:
         """Return the resized mask's pixels, followed by the index in POSITIONS of the original mask's position."""
         native = annotations.open_mask(path)
-        small = images.square(Image.fromarray(native), self.reader.image_size, Image.Resampling.NEAREST)
+        small = square(Image.fromarray(native), self.processor.image_size, Image.Resampling.NEAREST)
         return np.append(np.asarray(small, np.uint8), POSITIONS.index(position_of(native))).astype(np.uint8)
 
 
-def blank_item(reader: Reader, prompt: list[int], answer: list[int]) -> dict:
+def blank_item(processor: Processor, prompt: list[int], answer: list[int]) -> dict:
     """An item of PositionData with a black image and an empty mask."""
     item = {"index": 0, "identity": "", "position": None, "prompt": prompt, "answer": answer, "error": ""}
-    for name, side in (("sam", reader.image_size), ("vlm", reader.vlm_size)):
+    for name, side in (("sam", processor.image_size), ("vlm", processor.vlm_size)):
         item[name] = torch.zeros(3, side, side, dtype=torch.uint8)
-    return item | {"mask": torch.zeros(reader.image_size, reader.image_size, dtype=torch.bool)}
+    return item | {"mask": torch.zeros(processor.image_size, processor.image_size, dtype=torch.bool)}
 
 
-def collate(reader: Reader, items: list[dict]) -> dict:
+def collate(processor: Processor, items: list[dict]) -> dict:
     """Collate items of PositionData into a batch.
 
     sam, vlm: the distinct images; image_of: each row's index into them. ids: prompt and answer, padded on the right,
@@ -588,18 +584,19 @@ def collate(reader: Reader, items: list[dict]) -> dict:
     indices of the prompt's text. answer: the answer's tokens; answer_at: indices of the hidden states that predict
     them, starting at the prompt's last token.
     """
-    first, last = reader.image_places
+    first, last = processor.image_span
     prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
     pairs = list(zip(prompts, answers, strict=True))
-    # index of the first item with each image
-    places = {item["identity"]: place for place, item in reversed(list(enumerate(items)))}
-    different = sorted(places.values())
+    # the first item with each image
+    distinct: dict[str, dict] = {}
+    for item in items:
+        distinct.setdefault(item["identity"], item)
     return {
-        "sam": torch.stack([items[place]["sam"] for place in different]),
-        "vlm": torch.stack([items[place]["vlm"] for place in different]),
-        "image_of": torch.tensor([different.index(places[item["identity"]]) for item in items]),
+        "sam": torch.stack([item["sam"] for item in distinct.values()]),
+        "vlm": torch.stack([item["vlm"] for item in distinct.values()]),
+        "image_of": torch.tensor([list(distinct).index(item["identity"]) for item in items]),
         "mask": torch.stack([item["mask"] for item in items]),
-        "ids": pad([prompt + answer for prompt, answer in pairs], reader.pad),
+        "ids": pad([prompt + answer for prompt, answer in pairs], processor.pad),
         "prompt": pad(prompts, -1, side="left"),
         "words": pad([[*range(first), *range(last, len(prompt))] for prompt in prompts], -1),
         "answer": pad(answers, -100),
@@ -640,36 +637,34 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
 
 def read_data(args: Namespace, needed: str) -> list[Row]:
     """Rank 0: read and check the annotations. Raises InputError, also if the split `needed` has no rows."""
-    root, patients = Path(args.data_root), (args.patient_column, args.patient_pattern)
+    root = Path(args.data_root)
     if not root.is_dir():
         raise InputError(
             f"{root}: no such folder; give --data_root. No data yet? `make demo` makes some up and trains; "
             "`python -m tools.prepare_data prs_med --help` shows how to use your own images and masks"
         )
-    rows = annotations.read_rows(root, args.annotations, *patients, args.skip_bad_rows)
-    if not args.skip_data_check:
-        rows, warnings = annotations.check_data(rows, args.image_size, root / ".data_check.json")
-        for warning in warnings:
-            print(f"data check: {warning}", flush=True)
+    rows = annotations.read_rows(root, args.annotations, args.patient_column, args.patient_pattern, args.skip_bad_rows)
+    rows, warnings = annotations.check_data(rows, args.image_size, root / ".data_check.json")
+    for warning in warnings:
+        print(f"data check: {warning}", flush=True)
     if not any(row.split == needed for row in rows):
         raise InputError(f"{root}: no rows of the {needed} split; check the annotations' column `split`")
     return rows
 
 
-def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, PositionData]:
+def make_sets(rows: list[Row], processor: Processor, args: Namespace) -> dict[str, PositionData]:
     """Make a data set for each split that has rows; the splits share the caches."""
-    length = 3 * (reader.image_size**2 + reader.vlm_size**2)
-    files = Decoded([row.identity for row in rows], length, args.cache_gb * 2**30)
-    masks = Decoded([row.mask for row in rows], reader.image_size**2 + 1, args.cache_gb * 2**30)
+    length = 3 * (processor.image_size**2 + processor.vlm_size**2)
+    images = DecodedFiles([row.identity for row in rows], length, args.cache_gb * 2**30)
+    masks = DecodedFiles([row.mask for row in rows], processor.image_size**2 + 1, args.cache_gb * 2**30)
     sets = {}
     for split in ("train", "val", "test"):
         of_split = [row for row in rows if row.split == split]
         if of_split:
-            options = {}
+            changes = {}
             if split == "train" and not args.eval_only:
-                augmented_by = args.seed if args.augmentation else None
-                options = {"augmented_by": augmented_by, "reworded": args.reword, "absent": args.absent}
-            sets[split] = PositionData(of_split, reader, (files, masks), seed=args.seed, **options)
+                changes = {"augmented": args.augmentation, "reword": args.reword, "absent": args.absent}
+            sets[split] = PositionData(of_split, processor, (images, masks), args.seed, **changes)
     return sets
 
 
@@ -710,7 +705,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
     if only one mask is empty.
     """
     model.eval()
-    scores, examples = [], {}
+    scores, examples = {}, {}
     shown = report.evenly_spaced(range(len(loader.dataset)), report.EXAMPLES)
     for batch in run.batches(loader):
         logits, text_loss = model(batch)
@@ -729,22 +724,21 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
         for k, (index, position) in enumerate(zip(batch["index"], batch["position"], strict=True)):
             both, either, seg, txt, tokens = table[k]
             iou = both / either if either else 1.0
-            scores.append({
+            scores[index] = {
                 "index": index,
                 "dice": 2 * iou / (1 + iou),
                 "iou": iou,
                 "position": position,
-                "position_accuracy_mask": position and float(position_of(masks[k]) == position),
+                "position_accuracy_mask": is_right(position_of(masks[k]), position),
                 "hd95": distances[k],
                 "loss_seg": seg,
                 "loss_txt": txt,
                 "tokens": tokens,
-            })  # fmt: skip
+            }
             if index in shown:
                 image = batch["sam"][batch["image_of"][k]].cpu().numpy()
                 examples[index] = {"image": image, "true": target[k].cpu().numpy(), "predicted": masks[k]}
-    scores = [row for part in du.gather_objects(scores) for row in part]
-    return sorted(scores, key=lambda row: row["index"]), du.gather_dicts(examples)
+    return list(du.gather_dicts(scores).values()), du.gather_dicts(examples)
 
 
 @torch.no_grad()
@@ -757,7 +751,7 @@ def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_
     answers = du.gather_dicts(own)
     for row in scores:
         row["generated"] = answers[row["index"]]
-        row["position_accuracy"] = row["position"] and float(position_in(row["generated"]) == row["position"])
+        row["position_accuracy"] = is_right(position_in(row["generated"]), row["position"])
 
 
 def merge_lora(model: PRSMed) -> None:
@@ -795,50 +789,42 @@ def test(
     make = partial(make_loader, args=args, batch_size=batch_size)
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
-    # ablations on some hundred rows: no image, or the image of another case
+    # change some hundred rows: no image or another case's, wordings never used in training, absent structures
     some = report.evenly_spaced(range(len(data)), report.MOST_ABLATED)
-    changed = {
-        f"ablation/{name}": (rows, some)
-        for name, rows in report.ablations([data.rows[index] for index in some], args.seed).items()
-    }
-    # wordings never used in training, on fewer rows: in total as many questions as an ablation
+    # in total as many questions in other words as in an ablation
     few = report.evenly_spaced(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
-    changed |= wordings.in_other_words(data.rows, few)
-    absent = wordings.for_what_is_absent(data.rows, some, wordings.absent_of(sets.get("train", data).rows))
-    changed |= {"absent": absent} if absent[0] else {}
-    for name, (rows, indices) in changed.items():
-        asked = PositionData(rows, data.reader, (data.images, data.masks))
-        changed[name] = asked, indices, evaluate(model, make(asked), run)[0]
+    absent = wordings.absent_names(sets.get("train", data).rows)
+    changed = report.ablations(data.rows, some, args.seed)
+    changed += wordings.in_other_words(data.rows, few) + wordings.about_absent(data.rows, some, absent)
+    changed_data = PositionData([row for *_, row in changed], data.processor, data.caches)
+    changed_scores, _ = evaluate(model, make(changed_data), run)
 
     # generate answers after all masks, because merging LoRA rounds the weights
     merge_lora(model)
     generate = partial(make_loader, args=args, batch_size=max(batch_size, 64))
     add_answers(model, generate(data), run, scores, args.max_new_tokens)
-    others = {}
-    for name, (asked, indices, asked_scores) in changed.items():
-        add_answers(model, generate(asked), run, asked_scores, args.max_new_tokens)
-        others[name] = [row | {"index": indices[row["index"]]} for row in asked_scores]
+    add_answers(model, generate(changed_data), run, changed_scores, args.max_new_tokens)
+    others = defaultdict(list)
+    for (name, index, _), row in zip(changed, changed_scores, strict=True):
+        others[name].append(row | {"index": index})
     report.join_wordings(others)
+
     if "train" in sets:
         # training rows without augmentation
-        known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
-        with_unet = args.unet_steps > 0 and data.reader.image_size >= 32
-        # rank 0 trains the UNet while the other ranks fit the simpler baselines
-        (rank, size), own = du.world(), {}
-        busy = int(with_unet and size > 1)
+        known = PositionData(sets["train"].rows, data.processor, data.caches)
+        own = rivals.rival_scores(known, data, *du.world())
         try:
-            if with_unet and ranks.is_main:
+            if args.unet_steps and ranks.is_main:
                 settings = args.unet_steps, args.seed, ranks.device, model.precision
                 own["unet"] = unet_scores(known, sets.get("val"), data, *settings, lambda: run.heartbeat("the UNet"))
-            if rank >= busy:
-                own |= rivals.rival_scores(known, data, rank - busy, size - busy)
         finally:
             # training the UNet may exceed the timeout of a collective
             ranks.wait_for_main("the UNet")
         parts = du.gather_objects(own)
-        for name in (*rivals.NAMES, *["unet"] * with_unet):
+        for name in parts[0]:
             rows = [row for part in parts for row in part.get(name, [])]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
+
     metrics = {}
     with du.agree_on_errors():
         if ranks.is_main:
@@ -857,9 +843,9 @@ def test(
 def predict(model: PRSMed, run: Run, args: Namespace) -> None:
     """All ranks: write masks and answers to predictions (or predictions_2, ... if it exists) in the run folder."""
     asked, opened = [], {}
-    for file, question in tables.list_questions(args.predict, args.question):
+    for file, question in list_questions(args.predict, args.question):
         try:
-            opened[file] = opened.get(file) or images.open_image(file)
+            opened[file] = opened.get(file) or open_image(file)
             asked.append((file, question))
         except (OSError, ValueError) as error:
             du.print_main(f"warning: {file}: cannot be read ({error}); left out")
@@ -867,20 +853,19 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
         raise InputError(f"{args.predict}: no image can be read; check --predict")
 
     model.eval()
-    own = {}
+    own, processor = {}, model.processor
     for indices in EvalBatchSampler(len(asked), run.micro_batch_size, *du.world()):
         items = []
         for file, question in (asked[index] for index in indices):
-            item = blank_item(model.reader, *model.reader.tokens(question, "")) | {"identity": str(file)}
-            items.append(
-                item | dict(zip(("sam", "vlm"), map(torch.tensor, model.reader.pixels(opened[file])), strict=True))
-            )
-        batch = du.to_device(collate(model.reader, items), model.device)
+            sam, vlm = map(torch.tensor, processor.pixels(opened[file]))
+            item = blank_item(processor, *processor.tokens(question, ""))
+            items.append(item | {"identity": str(file), "sam": sam, "vlm": vlm})
+        batch = du.to_device(collate(processor, items), model.device)
         logits, answers = model(batch)[0], model.answer(batch, args.max_new_tokens)
         for index, mask, answer in zip(indices, logits, answers, strict=True):
             # crop the padding and resize to the size of the original image
             image = opened[asked[index][0]]
-            left, top, right, bottom = images.square_box(image.size, len(mask))
+            left, top, right, bottom = square_box(image.size, len(mask))
             inside = mask[None, None, top:bottom, left:right]
             native = F.interpolate(inside, (image.height, image.width), mode="bilinear", align_corners=False)
             own[index] = {"mask": native[0, 0].cpu().numpy() > 0, "answer": answer}
@@ -894,19 +879,19 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
 
 def make_loader(data: PositionData, args: Namespace, batch_size: int, **options) -> DataLoader:
     options = {"train": False, "seed": args.seed, "num_workers": args.num_workers} | options
-    return du.create_distributed_dataloader(data, batch_size, collate_fn=partial(collate, data.reader), **options)
+    return du.create_distributed_dataloader(data, batch_size, collate_fn=partial(collate, data.processor), **options)
 
 
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
     """Synthetic batch of `size` images with the longest prompt and answer of `rows`, by default of 64 text tokens."""
-    reader = model.reader
+    processor = model.processor
     texts = {(row.question, row.answer) for row in rows}
     for name in {name for row in rows for name in row.names}:
         texts.add((wordings.longest([name]), wordings.fill(wordings.ABSENT, name)))
-    pairs = [reader.tokens(*of_row) for of_row in texts]
-    prompts, answers = zip(*pairs or [(reader.tokens("", "")[0] + [0] * 64, [0] * 64)], strict=True)
-    item = blank_item(reader, max(prompts, key=len), max(answers, key=len))
-    return collate(reader, [item | {"identity": number} for number in range(size)])
+    pairs = [processor.tokens(*text) for text in texts]
+    prompts, answers = zip(*pairs or [(processor.tokens("", "")[0] + [0] * 64, [0] * 64)], strict=True)
+    item = blank_item(processor, max(prompts, key=len), max(answers, key=len))
+    return collate(processor, [item | {"identity": number} for number in range(size)])
 
 
 def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
@@ -944,7 +929,7 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
         du.print_main(f"warning: a learning rate of {base_lr:g} may diverge; --lr_scaling none or --warmup_steps 500")
     invariants = {
         "training rows": len(sets["train"]),
-        "images": len(sets["train"].images.numbers),
+        "images": len(sets["train"].caches[0].index_of),
         "augmentation": args.augmentation,
         "questions per image": args.questions_per_image,
         "questions reworded": args.reword,
@@ -954,13 +939,13 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
     banner = {"learning rate": f"{args.learning_rate:g}{scaled}, {args.lr_schedule}", "precision": described}
     plan = Plan(batch, steps, ["loss", "loss_seg", "loss_txt"], invariants, banner)
     structures = [list(names) for names in sorted({row.names for row in sets["train"].rows if row.names})]
-    options = {"saved": run.checkpoint}
-    engine = make_engine(model, make_optimizer(model, args), model.precision, args, model.device, **options)
+    optimizer = make_optimizer(model, args)
+    engine = make_engine(model, optimizer, model.precision, args, model.device, saved=run.checkpoint)
 
     with Training(run, args, engine, plan, lambda: {"base": base, "structures": structures}) as training:
         while not training.is_over():
             model.train()
-            for step in training.steps(loader, count=count_answer_tokens):
+            for step in training.steps(loader, count_answer_tokens):
                 for micro_batch in step.micro_batches():
                     step.backward(*batch_loss(engine.wrapped, micro_batch, step.samples, step.totals[0], args))
                 factor = du.schedule(run.position.step, steps, args.warmup_steps, args.lr_schedule)
@@ -1009,12 +994,12 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     if args.predict:
         predict(model, run, args)
         return 0
-    sets = make_sets(rows, model.reader, args)
+    sets = make_sets(rows, model.processor, args)
     if args.eval_only:
         metrics = test(model, sets, args.eval_split, run.micro_batch_size, run, args)
         run.write_summary(f"eval_{args.eval_split}", metrics)
         return 0
-    if args.absent and not any(sets["train"].elsewhere.values()):
+    if args.absent and not any(sets["train"].absent_names.values()):
         raise InputError(f"--absent {args.absent:g}: all structures are of one modality; leave it out")
     return train(run, args, model, sets, base, described)
 

@@ -189,6 +189,11 @@ def position_in(sentence: str) -> str | None:
     return f"{'top' if vertical in ('top', 'upper') else 'bottom'} {side}" if side else "center"
 
 
+def is_right(found: str | None, true: str | None) -> float | None:
+    """1 if the position found is the true one, else 0; None without a true position."""
+    return true and float(found == true)
+
+
 def name_position(sentence: str, before: str | None, after: str | None) -> str:
     """Replace the last position named in a sentence with `after`, if it is `before`."""
     named = [*re.finditer(PLACE, sentence, re.IGNORECASE)]
@@ -201,7 +206,7 @@ def name_position(sentence: str, before: str | None, after: str | None) -> str:
 # --- the data check ---------------------------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
+class FileCheck(NamedTuple):
     """Results of the data check for one file. bytes and mtime_ns show whether the file has changed since.
 
     digest: hash of an image's pixels or a mask's foreground. pixels: number of foreground pixels; 0 for an image.
@@ -216,20 +221,19 @@ class Facts(NamedTuple):
     is_label_map: bool
 
 
-def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> tuple[list[Row], list[str]]:
+def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[list[Row], list[str]]:
     """Decode each image and mask once; return the rows with digests, and one line per kind of warning.
 
     image_size: side of the square that masks are resized to; None: their own size. cache: JSON file of {"image|mask
-    <path>": Facts}; files that have not changed are not decoded again. Raises one InputError for all unreadable files.
+    <path>": FileCheck}; files that have not changed are not decoded again. Raises one InputError for all unreadable
+    files.
     """
-    known: dict[str, Facts] = {}
-    if cache:
-        try:
-            known = {key: Facts(*values) for key, values in json.loads(cache.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            known = {}
+    try:
+        known = {key: FileCheck(*values) for key, values in json.loads(cache.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        known = {}
 
-    def look(key: str) -> Facts | str:
+    def check(key: str) -> FileCheck | str:
         kind, _, path = key.partition(" ")
         try:
             stat = os.stat(path)
@@ -240,9 +244,10 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> t
             content = foreground(image) if kind == "mask" else np.asarray(image.convert("RGB"))
             digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
             if kind == "image":
-                return Facts(*stamp, *image.size, digest, 0, False)
+                return FileCheck(*stamp, *image.size, digest, 0, False)
             # converted to grey, a label map's colours remain different values
-            return Facts(*stamp, *image.size, digest, int(content.sum()), is_label_map(np.asarray(image.convert("L"))))
+            label_map = is_label_map(np.asarray(image.convert("L")))
+            return FileCheck(*stamp, *image.size, digest, int(content.sum()), label_map)
         except Exception as error:
             return f"{sources[key]}: {path} cannot be opened as an image ({error}); replace it"
 
@@ -251,22 +256,22 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> t
         sources.setdefault(f"image {row.image}", row.source)
         sources.setdefault(f"mask {row.mask}", row.source)
     with ThreadPoolExecutor() as pool:
-        looked = pool.map(look, sources)
-        looked = tqdm(looked, "checking data", len(sources), delay=3, mininterval=2, disable=not is_first_process())
-        facts = dict(zip(sources, looked, strict=True))
-    if cache:
-        known |= {key: value for key, value in facts.items() if isinstance(value, Facts)}
-        partial = cache.with_name(f"{cache.name}.{os.getpid()}")
-        # in a read-only folder every start repeats the check
-        with contextlib.suppress(OSError):
-            partial.write_text(json.dumps(known))
-            os.replace(partial, cache)
-    refuse([value for value in facts.values() if isinstance(value, str)], "files cannot be opened; replace them")
+        results = pool.map(check, sources)
+        results = tqdm(results, "checking data", len(sources), delay=3, mininterval=2, disable=not is_first_process())
+        checks = dict(zip(sources, results, strict=True))
+    problems = [result for result in checks.values() if isinstance(result, str)]
+    known |= {key: result for key, result in checks.items() if isinstance(result, FileCheck)}
+    partial = cache.with_name(f"{cache.name}.{os.getpid()}")
+    # in a read-only folder every start repeats the check
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(known))
+        os.replace(partial, cache)
+    refuse(problems, "files cannot be opened; replace them")
 
     found: dict[str, list[str]] = defaultdict(list)
     structures: dict[tuple[str, str], set[str]] = {}
     for row in rows:
-        image, mask = facts[f"image {row.image}"], facts[f"mask {row.mask}"]
+        image, mask = checks[f"image {row.image}"], checks[f"mask {row.mask}"]
         if is_misfit((image.width, image.height), (mask.width, mask.height)):
             found["image and mask differ in aspect ratio; crop or pad the mask as its image"] += [row.source]
         if mask.is_label_map:
@@ -283,9 +288,10 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> t
         if not (first <= named or named <= first):
             found["one mask for two structures of an image; give each its own mask"] += [row.source]
 
-    images = [(facts[f"image {row.image}"].digest, row.split, row.source) for row in rows]
+    rows = [row._replace(digest=checks[f"image {row.image}"].digest) for row in rows]
+    images = [(row.digest, row.split, row.source) for row in rows]
     patients = [((row.modality, row.patient), row.split, row.source) for row in rows if row.patient]
     found["the same image is in another split, maybe under another name; keep one of them"] = in_two_splits(images)
     found["the same patient is in another split; keep each patient in one split"] = in_two_splits(patients)
-    warnings = [f"{len(places)} rows ({', '.join(places[:3])}): {kind}" for kind, places in found.items() if places]
-    return [row._replace(digest=facts[f"image {row.image}"].digest) for row in rows], warnings
+    warnings = [f"{len(named)} rows ({', '.join(named[:3])}): {kind}" for kind, named in found.items() if named]
+    return rows, warnings

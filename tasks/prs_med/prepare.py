@@ -9,6 +9,7 @@ import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from tasks.prs_med.annotations import POSITIONS, foreground, is_label_map, is_misfit, position_of
 from tasks.prs_med.wordings import ANSWERS, QUESTIONS, fill
-from utils.cli import InputError, RunError, pattern, real, refuse, whole
+from utils.cli import InputError, RunError, pattern, real, refuse
 from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
 from utils.tables import SPLITS, check_one_split, find_column, parse_shares, patient_in, read_table, split_of
 from utils.volumes import read_volume
@@ -32,7 +33,31 @@ UNSAFE = r"[^\w .+-]"
 MIN_PIXELS = 10
 
 LABEL_MAP = 'a label map; name its values, as --labels "1=liver,2=spleen"'
-COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "structure", "patient")
+
+
+class Pair(NamedTuple):
+    """An image file and its mask file. stem: the image's path without ending. patient: "" if unknown."""
+
+    image: Path
+    mask: Path
+    structure: str
+    stem: str
+    patient: str
+    split: str
+
+
+class Record(NamedTuple):
+    """A row of the CSV; the fields are its columns."""
+
+    image_path: str
+    image_name: str
+    split: str
+    description: str
+    position: str
+    question: str
+    answer: str
+    structure: str
+    patient: str
 
 
 def parse_labels(text: str) -> dict[int, str]:
@@ -68,7 +93,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--patient_column", default="patient", metavar="NAME", help="patient column of --table")
     add("--overwrite", action="store_true", help="replace the data set of this name in OUT")
     add("--small_models", action="store_true", help="also write tiny models to OUT, for a trial run")
-    add("--small_size", type=whole(32), default=96, help="image size of the tiny SAM")
 
 
 # --- files and patients -----------------------------------------------------------------------------------------------
@@ -103,8 +127,8 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
     return images[key], structure
 
 
-def read_patients(args: Namespace) -> dict[str, tuple[str, str, str]]:
-    """Read --table as {file name in lower case without ending: (patient, split, source)}. Raises InputError."""
+def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
+    """Read --table as {file name in lower case without ending: (patient, split)}. Raises InputError."""
     table = read_table(args.table)
     file, patient = find_column(table, "file", "image", "image_name"), find_column(table, args.patient_column)
     found = []
@@ -115,7 +139,7 @@ def read_patients(args: Namespace) -> dict[str, tuple[str, str, str]]:
     refuse([f"{source}: {advice}" for *known, source in found if not all(known)], "rows without patient or split")
     check_one_split(found)
     names = [re.sub(ENDING, "", re.split(r"[/\\]", row[file])[-1]).lower() for _, row in table]
-    return dict(zip(names, found, strict=True))
+    return {name: (patient, split) for name, (patient, split, _) in zip(names, found, strict=True)}
 
 
 # --- images, masks, sentences -----------------------------------------------------------------------------------------
@@ -183,11 +207,11 @@ def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str,
 # --- the data set -----------------------------------------------------------------------------------------------------
 
 
-def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple[list[tuple], dict[Path, str]]:
-    """Pair images and masks; return ([(image, mask, structure, stem, patient, split)], {unused file: reason}).
+def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple[list[Pair], dict[Path, str]]:
+    """Pair images and masks; return the pairs and {unused file: reason}.
 
-    images, masks: from list_files(). known: from read_patients(), empty without --table. stem: the image's path without
-    ending. patient: "" if --patient_pattern does not match. All files count as unused until write_set() uses them.
+    images, masks: from list_files(). known: from read_patients(), empty without --table. All files count as unused
+    until write_set() uses them.
     """
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
     # for a mask that is a volume, a folder of DICOM slices is one image
@@ -202,18 +226,18 @@ def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple
             continue
         stem = re.sub(ENDING, "", image.relative_to(args.images).as_posix())
         if args.table:
-            patient, split, _ = known.get(Path(stem).name.lower(), ("", "", ""))
+            patient, split = known.get(Path(stem).name.lower(), ("", ""))
             if not patient:
                 unused |= {path: "no row in --table" for path in (image, mask) if path in unused}
                 continue
         else:
             patient = patient_in(args.patient_pattern, stem)
             split = split_of(patient, args.seed, args.split)
-        pairs.append((image, mask, structure, stem, patient, split))
+        pairs.append(Pair(image, mask, structure, stem, patient, split))
     return pairs, unused
 
 
-def write_set(pairs: list[tuple], unused: dict, folder: Path, name: str, args: Namespace) -> list[tuple]:
+def write_set(pairs: list[Pair], unused: dict, folder: Path, name: str, args: Namespace) -> list[Record]:
     """Write the images and masks of pair_files() to `folder`; return the rows of the CSV.
 
     Removes the files it uses from `unused`. Raises one InputError for all unusable files.
@@ -253,25 +277,25 @@ def write_set(pairs: list[tuple], unused: dict, folder: Path, name: str, args: N
                 Image.fromarray(inside).convert("L").save(folder / mask_path)
                 description = f"Area of the {shows}: {inside.mean():.1%} of the image."
                 position = position_of(inside)
-                texts = (description, position, *sentences(shows, position, file, args.seed))
-                rows.append((f"{name}/{mask_path}", f"{file}.png", split, *texts, names, patient))
+                texts = description, position, *sentences(shows, position, file, args.seed)
+                rows.append(Record(f"{name}/{mask_path}", f"{file}.png", split, *texts, names, patient))
     refuse(problems, "files cannot be used")
     return rows
 
 
-def say_what_is_there(rows: list[tuple], unused: dict, known: dict, args: Namespace) -> None:
+def print_summary(rows: list[Record], unused: dict, known: dict, args: Namespace) -> None:
     """Print the unused files with their reasons, and each split's numbers of questions, images and patients."""
     for reason in sorted({*unused.values()}):
         files = sorted(str(path) for path, why in unused.items() if why == reason)
         print(f"left out, {reason} ({len(files)}): {', '.join(files[:3])}{', ...' * (len(files) > 3)}")
     if args.table:
-        lost = {patient for patient, _, _ in known.values()} - {row[-1] for row in rows}
+        lost = {patient for patient, _ in known.values()} - {row.patient for row in rows}
         print(f"{args.table}: {len(lost)} of its patients have no image here")
     elif args.patient_pattern == ".*":
         print("split by image; if a patient has several images, give --patient_pattern or --table")
     for split, share in zip(("train", "val", "test"), args.split, strict=True):
-        of_split = [row for row in rows if row[2] == split]
-        images, patients = ({row[column] for row in of_split} for column in (1, -1))
+        of_split = [row for row in rows if row.split == split]
+        images, patients = {row.image_name for row in of_split}, {row.patient for row in of_split}
         few = "; too few to judge by" if split != "train" and 0 < len(patients) < 20 else ""
         hint = "; to get some, try another --seed or name the splits in --table" if share and not of_split else few
         print(f"{split:5} {len(of_split)} questions about {len(images)} images of {len(patients)} patients{hint}")
@@ -291,12 +315,12 @@ def prepare(args: Namespace) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         rows = write_set(pairs, unused, partial, name, args)
-        if not any(row[2] == "train" for row in rows):
+        if not any(row.split == "train" for row in rows):
             names = f"{min(images.values()).name} and {min(masks.values()).name}"
             raise InputError(f"{args.masks}: no mask for training; check names ({names}), contents and --split")
         table.parent.mkdir(exist_ok=True)
         with open(partial / "rows.csv", "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
+            csv.writer(file).writerows([Record._fields, *rows])
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial / "rows.csv", table)
         os.replace(partial, folder)
@@ -305,18 +329,18 @@ def prepare(args: Namespace) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
-    say_what_is_there(rows, unused, known, args)
+    print_summary(rows, unused, known, args)
     if args.small_models:
         from tasks.prs_med.sample_data import write_small_models
 
-        training = [row for row in rows if row[2] == "train"]
-        texts = [text for row in training for text in row[5:7]]
-        synonyms = sorted({name for row in training for name in row[7].split("|")[1:]})
+        training = [row for row in rows if row.split == "train"]
+        pairs = [(row.question, row.answer) for row in training]
+        synonyms = sorted({name for row in training for name in row.structure.split("|")[1:]})
         for name, position in product(synonyms, POSITIONS[1:]):
-            texts += [fill(wording, name, position=position) for wording in (QUESTIONS[0], ANSWERS[0])]
-        write_small_models(args.out, texts, args.small_size, args.seed)
+            pairs.append((fill(QUESTIONS[0], name), fill(ANSWERS[0], name, position=position)))
+        write_small_models(args.out, pairs, 96, args.seed)
     config = " --config configs/prs_med_small.yaml" if args.small_models else ""
     print(f"written: {table}, {folder}")
     run = f"--data_root {args.out} --output_dir runs/{args.out.name}"
     print(f"next: python train_prs_med.py {run}{config}")
-    print(f'then: python train_prs_med.py {run} --predict NEW_IMAGES --question "{rows[0][5]}"', flush=True)
+    print(f'then: python train_prs_med.py {run} --predict NEW_IMAGES --question "{rows[0].question}"', flush=True)

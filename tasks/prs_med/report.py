@@ -44,24 +44,24 @@ def case_of(row: Row) -> str:
     return row.patient or row.identity
 
 
-def ablations(rows: list[Row], seed: int) -> dict[str, list[Row]]:
-    """Rows with the same questions about a blank image, and about the image of another case."""
-    shown = {"blank_image": [row._replace(image="", digest="") for row in rows]}
-    others = stats.other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
-    if others:
-        images = [rows[index] for index in others]
-        pairs = zip(rows, images, strict=True)
-        shown["shuffled_image"] = [row._replace(image=image.image, digest=image.digest) for row, image in pairs]
-    return shown
+def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, int, Row]]:
+    """Ask `some` rows about a blank image and about the image of another case; return (name, index, changed row)."""
+    asked = [rows[index] for index in some]
+    changed = []
+    for index, row in zip(some, asked, strict=True):
+        changed.append(("ablation/blank_image", index, row._replace(image="", digest="")))
+    others = stats.other_cases([case_of(row) for row in asked], [row.modality for row in asked], seed)
+    for index, row, other in zip(some, asked, others or [], strict=False):
+        image, digest = asked[other].image, asked[other].digest
+        changed.append(("ablation/shuffled_image", index, row._replace(image=image, digest=digest)))
+    return changed
 
 
 def join_wordings(others: dict[str, list[dict]]) -> None:
     """Replace scores per wording with "in_other_words", means by row, and "worst_wording", the lowest in mean Dice."""
     asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
     if asked:
-        frame = pd.concat(
-            pd.DataFrame(rows)[["index", *(name for name in MEANS if name in rows[0])]] for rows in asked.values()
-        )
+        frame = pd.DataFrame([row for rows in asked.values() for row in rows])[["index", *MEANS]]
         means = frame.astype(float).groupby("index").mean().reset_index().astype({"index": int})
         others["in_other_words"] = means.astype(object).where(means.notna(), None).to_dict("records")
         others["worst_wording"] = min(asked.values(), key=lambda rows: np.mean([row["dice"] for row in rows]))
@@ -76,7 +76,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     metrics: dict[str, float] = {}
     absent = others.pop("absent", [])
 
-    def enter(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
+    def add_metric(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         """Add a mean with its interval to the metrics; return its text for the table. values: by row index."""
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
@@ -99,7 +99,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
         for name in MEANS:
             values = {row["index"]: float(row[name]) for row in some if row.get(name) is not None}
             if values:
-                text = enter(f"{key}/{name}", values, name != "hd95")
+                text = add_metric(f"{key}/{name}", values, name != "hd95")
                 if name in COLUMNS:
                     # in the table only Dice has its interval; all are in summary.json
                     line[COLUMNS[name]] = text if name == "dice" else text.partition(" ")[0]
@@ -113,7 +113,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
         own, other = ({row["index"]: row.get(name) for row in of_one} for of_one in (scores, some))
         gains = {index: own[index] - value for index, value in other.items() if None not in (value, own[index])}
         if gains:
-            line["network above by"] = enter(f"{key}/{name}_gain", gains, False, "+")
+            line["network above by"] = add_metric(f"{key}/{name}_gain", gains, False, "+")
     asked, cases = (metrics[f"{split}/{name}"] for name in ("rows", "cases"))
     print(f"\n{split}: {asked} questions, {cases} cases (95 % intervals by case)")
     print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
@@ -146,8 +146,7 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
         says = f"answer: {score['generated'] or '(nothing)'}" if "generated" in score else "(no answer generated)"
         caption = [f"{row.modality}, Dice {score['dice']:.2f}", row.question, says, f"true: {row.answer}"]
         # early in training, answers may contain characters that no font has
-        caption = [text.replace("\ufffd", "?") for text in caption]
-        caption = ["".join(letter if letter.isprintable() else "?" for letter in text) for text in caption]
+        caption = ["".join(x if x.isprintable() and x != "\ufffd" else "?" for x in text) for text in caption]
         wrapped = [line for text in caption for line in textwrap.wrap(text, 52)[:3]]
         axis.set_title("\n".join(wrapped), fontsize=8, loc="left", parse_math=False)
         axis.imshow(example["image"].transpose(1, 2, 0))
@@ -173,18 +172,26 @@ def write_predictions(
     folder.mkdir(parents=True)
     lines = []
     stems = Counter(file.stem for file, _ in asked)
-    for place, ((file, question), record) in enumerate(zip(asked, records, strict=True), start=1):
+    for number, ((file, question), record) in enumerate(zip(asked, records, strict=True), start=1):
         # add a number if several questions or files have the same name
-        stem = file.stem if stems[file.stem] == 1 else f"{file.stem}_{place}"
+        stem = file.stem if stems[file.stem] == 1 else f"{file.stem}_{number}"
+
         mask, position = record["mask"], position_of(record["mask"])
         Image.fromarray(255 * mask.astype(np.uint8)).save(folder / f"{stem}_mask.png")
         red = Image.new("RGB", opened[file].size, (255, 40, 40))
         overlay = Image.composite(red, opened[file], Image.fromarray(110 * mask.astype(np.uint8)))
         overlay.save(folder / f"{stem}_overlay.png")
-        facts = {"image": file, "question": question, "answer": record["answer"], "mask_position": position}
-        facts["named"] = "|".join(named_in(question, structures))
-        facts |= {"agree": position_in(record["answer"]) == position, "share": round(float(mask.mean()), 6)}
-        lines.append(facts | {"mask": f"{stem}_mask.png", "overlay": f"{stem}_overlay.png"})
+        lines.append({
+            "image": file,
+            "question": question,
+            "answer": record["answer"],
+            "mask_position": position,
+            "named": "|".join(named_in(question, structures)),
+            "agree": position_in(record["answer"]) == position,
+            "share": round(float(mask.mean()), 6),
+            "mask": f"{stem}_mask.png",
+            "overlay": f"{stem}_overlay.png",
+        })  # fmt: skip
     pd.DataFrame(lines).to_csv(folder / "predictions.csv", index=False)
     for line in lines[:9]:
         print(f"{line['image']}: {line['answer']} (mask: {line['share']:.1%} of the image, {line['mask_position']})")

@@ -11,14 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from tasks.prs_med.annotations import position_in, position_of
+from tasks.prs_med.annotations import is_right, position_in, position_of
 from tasks.prs_med.report import evenly_spaced
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
 # fewer training rows are too few to fit a structure; more than MOST do not improve the fit
 FEWEST, MOST = 8, 400
-
-NAMES = ("grey_threshold", "mean_mask", "pixel_forest", "frequent_position")
 
 
 class Example(NamedTuple):
@@ -46,26 +44,29 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
         large = (key[:length] for length in (2, 1) if len(groups.get(key[:length], [])) >= FEWEST)
         asked[next(large, ())].append(index)
 
-    step = max(1, train.reader.image_size // 256)
-    rows: dict[str, list[dict]] = {name: [] for name in NAMES}
+    step = max(1, train.processor.image_size // 256)
+    scores: dict[str, list[dict]] = defaultdict(list)
     for key in sorted(asked)[rank::world_size]:
         known = [read_example(train, index, step) for index in evenly_spaced(groups[key], MOST)]
-        parts = parts_of(known)
-        band, forest = best_band(evenly_spaced(known, 40), *parts), fit_forest(evenly_spaced(known, 60))
+        shape = shape_of_masks(known)
+        band, forest = best_band(evenly_spaced(known, 40), *shape), fit_forest(evenly_spaced(known, 60))
         usual_mask = best_mean_mask(known)
         named = Counter(row.position for row in known if row.position)
         usual_position = max(named, key=named.get, default=None)
         for index in evenly_spaced(asked[key], MOST):
             row = read_example(test, index, step)
             true = position_of(row.mask)
-            masks = (in_band(row.gray, band, *parts), usual_mask, by_forest(forest, row.gray, *parts))
-            for name, mask in zip(NAMES, masks, strict=False):
-                overlap = dice(mask, row.mask)
-                score = {"index": index, "dice": overlap, "iou": overlap / (2 - overlap)}
-                rows[name].append(score | {"position_accuracy": true and float(position_of(mask) == true)})
-            score = {"index": index, "position_accuracy": true and float(usual_position == true)}
-            rows["frequent_position"].append(score)
-    return rows
+            masks = {
+                "grey_threshold": in_band(row.gray, band, *shape),
+                "mean_mask": usual_mask,
+                "pixel_forest": by_forest(forest, row.gray, *shape),
+            }
+            for name, mask in masks.items():
+                right = is_right(position_of(mask), true)
+                scores[name].append(overlap_scores(index, mask, row.mask) | {"position_accuracy": right})
+            right = is_right(usual_position, true)
+            scores["frequent_position"].append({"index": index, "position_accuracy": right})
+    return scores
 
 
 def key_of(modality: str, answer: str) -> tuple[str, str]:
@@ -83,7 +84,7 @@ def read_example(data, index: int, step: int) -> Example:
 # --- the baselines ----------------------------------------------------------------------------------------------------
 
 
-def parts_of(rows: list[Example]) -> tuple[int, bool]:
+def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
     """Median number of connected parts in a mask (two for lungs), and whether masks touch the border."""
     parts, touching = [], []
     for mask in (row.mask for row in rows if row.mask.any()):
@@ -109,7 +110,7 @@ def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int
 
 
 def in_band(gray: np.ndarray, band: tuple[int, int], parts: int, touching: bool) -> np.ndarray:
-    """Mask (H, W) of the largest connected parts with lo <= grey < hi; parts, touching: from parts_of()."""
+    """Mask (H, W) of the largest connected parts with lo <= grey < hi; parts, touching: from shape_of_masks()."""
     labels, count = ndimage.label((gray >= band[0]) & (gray < band[1]))
     sizes = np.bincount(labels.ravel(), minlength=count + 1)
     sizes[0] = 0
@@ -135,12 +136,10 @@ def fit_forest(rows: list[Example]):
     rng = np.random.default_rng(0)
     features, labels = [], []
     for row in rows:
-        step = coarser(row.gray)
+        step = subsampling_step(row.gray)
         inside = row.mask[::step, ::step].ravel()
-        chosen = [
-            rng.permutation(np.flatnonzero(inside == kind))[:count] for kind, count in ((True, 100), (False, 400))
-        ]
-        chosen = np.concatenate(chosen)
+        foreground, background = (rng.permutation(np.flatnonzero(inside == kind)) for kind in (True, False))
+        chosen = np.concatenate([foreground[:100], background[:400]])
         features.append(texture(row.gray[::step, ::step])[chosen])
         labels.append(inside[chosen])
     forest = RandomForestRegressor(60, min_samples_leaf=5, max_features="sqrt", random_state=0)
@@ -149,7 +148,7 @@ def fit_forest(rows: list[Example]):
 
 def by_forest(forest, gray: np.ndarray, parts: int, touching: bool) -> np.ndarray:
     """Mask (H, W) of the largest connected parts of the forest's foreground."""
-    step = coarser(gray)
+    step = subsampling_step(gray)
     small = gray[::step, ::step]
     likely = ndimage.gaussian_filter(forest.predict(texture(small)).reshape(small.shape), 1)
     mask = in_band(likely, (0.5, np.inf), parts, touching)
@@ -160,13 +159,13 @@ def texture(gray: np.ndarray) -> np.ndarray:
     """Texture features (H W, 12): Gaussians and gradients at three scales, structure tensors at two."""
     gray = gray / 255
     kinds = (ndimage.gaussian_filter, ndimage.gaussian_gradient_magnitude)
-    parts = [kind(gray, scale) for kind in kinds for scale in (1, 2, 4)]
+    features = [kind(gray, scale) for kind in kinds for scale in (1, 2, 4)]
     x, y = ndimage.sobel(gray, 1), ndimage.sobel(gray, 0)
-    parts += [ndimage.gaussian_filter(product, scale) for product in (x * x, x * y, y * y) for scale in (2, 4)]
-    return np.stack(parts, axis=-1).reshape(gray.size, -1)
+    features += [ndimage.gaussian_filter(term, scale) for term in (x * x, x * y, y * y) for scale in (2, 4)]
+    return np.stack(features, axis=-1).reshape(gray.size, -1)
 
 
-def coarser(gray: np.ndarray) -> int:
+def subsampling_step(gray: np.ndarray) -> int:
     """Subsampling step that leaves 128 to 255 pixels per side of a larger image."""
     return max(1, len(gray) // 128)
 
@@ -175,3 +174,9 @@ def dice(predicted: np.ndarray, target: np.ndarray) -> float:
     """Dice of two bool masks; 1 if both are empty."""
     areas = predicted.sum() + target.sum()
     return float(2 * (predicted & target).sum() / areas) if areas else 1.0
+
+
+def overlap_scores(index: int, predicted: np.ndarray, target: np.ndarray) -> dict:
+    """Scores of a row's mask: its index, Dice and IoU."""
+    overlap = dice(predicted, target)
+    return {"index": index, "dice": overlap, "iou": overlap / (2 - overlap)}

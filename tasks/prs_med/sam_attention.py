@@ -22,7 +22,7 @@ def fold_relative_positions(encoder: nn.Module) -> None:
             layer.attn.forward = partial(folded_attention, layer.attn)
 
 
-def look_up_in_order(encoder: nn.Module) -> None:
+def make_relative_positions_deterministic(encoder: nn.Module) -> None:
     """Make SAM's own attention look up relative positions by distance_table(), which is deterministic on a CPU.
 
     The backward pass of SAM's indexing adds up gradients in several threads, in no fixed order.
@@ -47,8 +47,8 @@ def folded_attention(attention: nn.Module, hidden_states: Tensor) -> tuple[Tenso
     # one-hot row and column of each key: (H W, H + W)
     rows = torch.eye(height, dtype=key.dtype, device=key.device).unsqueeze(1).expand(-1, width, -1)
     columns = torch.eye(width, dtype=key.dtype, device=key.device).unsqueeze(0).expand(height, -1, -1)
-    places = torch.cat([rows, columns], dim=-1).flatten(0, 1)
-    key = torch.cat([key, places.expand(batch, heads, -1, -1)], dim=-1)
+    one_hot = torch.cat([rows, columns], dim=-1).flatten(0, 1)
+    key = torch.cat([key, one_hot.expand(batch, heads, -1, -1)], dim=-1)
 
     # attention kernels want one width for query, key and value, a multiple of 8; for widths of 200 to 224, flash
     # attention has no backward pass on some consumer GPUs (compute capability 8.6, 8.9, 12.0)

@@ -15,7 +15,7 @@ import json
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,8 @@ POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1),
 POSITIONS["center"] = (0, 0)
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "structure")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
-# pretraining steps of the tiny language model
-READINGS = 300
+# of the tiny language model
+PRETRAINING_STEPS = 300
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -65,8 +65,8 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     for modality in filter(rows.get, rows):
         with open(out / "annotations" / f"{modality}.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows[modality]])
-    texts = [text for modality in rows for row in rows[modality] if row[2] == "train" for text in row[5:7]]
-    write_small_models(out, texts, image_size, seed)
+    trained = [row for modality in rows for row in rows[modality] if row[2] == "train"]
+    write_small_models(out, [row[5:7] for row in trained], image_size, seed)
     print(f"{out}: {2 * len(splits)} questions about {len(splits)} images, llava_tiny, sam_tiny")
 
 
@@ -84,13 +84,9 @@ def write_case(out: Path, seed: int, size: int, number: int, modality: str, spli
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(content).save(folder / file, quality=92)
         description = f"{PICTURES[modality]} in which the {target} covers {mask.mean():.1%} of the picture."
-        texts = (
-            description,
-            position,
-            fill(str(rng.choice(QUESTIONS)), target),
-            fill(ANSWERS[0], target, position=position),
-        )
-        rows.append((f"{modality}/{split}_masks/{mask_name}", name, split, *texts, target))
+        question, answer = fill(str(rng.choice(QUESTIONS)), target), fill(ANSWERS[0], target, position=position)
+        mask_path = f"{modality}/{split}_masks/{mask_name}"
+        rows.append((mask_path, name, split, description, position, question, answer, target))
     return rows
 
 
@@ -167,10 +163,10 @@ def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) -> None:
+def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int, seed: int) -> None:
     """Write llava_tiny, with a tokenizer trained on the texts, and sam_tiny for images of about image_size.
 
-    texts: alternating questions and answers of the training set.
+    pairs: questions and answers of the training set.
     """
     import torch
     import transformers as hf
@@ -182,7 +178,7 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     tokenizer = hf.AutoTokenizer.from_pretrained(CONFIGS / "models" / "llava_med_v1.5_mistral_7b")
     rng = np.random.default_rng(seed)
     answers: dict[str, list[str]] = {}
-    for question, answer in zip(texts[::2], texts[1::2], strict=True):
+    for question, answer in pairs:
         answers.setdefault(name_structure(question, answer), []).append(answer)
     answers.pop("", None)
     spoken = [draw(rng, [name], list(answers)) for name in answers for _ in range(200)]
@@ -191,9 +187,8 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     symbols = normalizers.Replace(Regex(r"[^\w\n<>.,?!:;]+"), " ")
     one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n "), symbols]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
-    tokenizer = tokenizer.train_new_from_iterator(
-        [*texts, *spoken, "USER: \nASSISTANT:", ABSENT], vocab_size=1024, show_progress=False
-    )
+    texts = [*chain(*pairs), *spoken, "USER: \nASSISTANT:", ABSENT]
+    tokenizer = tokenizer.train_new_from_iterator(texts, vocab_size=1024, show_progress=False)
     tokenizer.save_pretrained(out / "llava_tiny")
 
     torch.manual_seed(seed)
@@ -201,9 +196,9 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     config.text_config.vocab_size = len(tokenizer)
     llava = hf.LlavaForConditionalGeneration(config)
     with torch.no_grad():
-        let_it_see(llava.model.vision_tower.embeddings, llava.model.multi_modal_projector)
+        set_image_filters(llava.model.vision_tower.embeddings, llava.model.multi_modal_projector)
         llava.lm_head.weight *= 3
-    let_it_read(llava, tokenizer, answers, rng)
+    pretrain_language_model(llava, tokenizer, answers, rng)
     llava.save_pretrained(out / "llava_tiny")
 
     torch.manual_seed(seed)
@@ -213,7 +208,7 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     hf.SamModel(hf.SamConfig(**settings)).save_pretrained(out / "sam_tiny")
 
 
-def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
+def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
     """Pretrain the language model on questions and answers without images, as a real one is pretrained on text.
 
     answers: by structure. The loss is the cross-entropy of the answer, plus that of the structure's name predicted from
@@ -227,8 +222,9 @@ def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator,
     optimizer = torch.optim.AdamW(trained, 3e-3, fused=True)
     others = {name: [other for other in names if other != name] for name in names}
     words = {name: tokenizer(f" {name}", add_special_tokens=False)["input_ids"] for name in names}
-    for step in range(READINGS if names else 0):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / READINGS)
+    for step in range(PRETRAINING_STEPS if names else 0):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / PRETRAINING_STEPS)
+
         asked = [names[i] for i in rng.integers(len(names), size=batch)]
         prompts = [f"USER: \n{draw(rng, [name], others[name])}\nASSISTANT:" for name in asked]
         said = [answers[name][rng.integers(len(answers[name]))] for name in asked]
@@ -250,7 +246,7 @@ def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator,
         optimizer.step()
 
 
-def let_it_see(tower, projector) -> None:
+def set_image_filters(tower, projector) -> None:
     """Give the frozen image tower hand-made filters; random weights would lose the image.
 
     A patch is encoded by waves of 0 to 3 periods in two phases, its brightness and its position.
@@ -268,9 +264,9 @@ def let_it_see(tower, projector) -> None:
     tower.patch_embedding.weight.zero_()
     tower.patch_embedding.weight[: 2 * n] = filters[:, None] / 3
     tower.patch_embedding.weight[2 * n] = 1 / patch / 6
-    place = torch.cartesian_prod(*[torch.linspace(-1, 1, side)] * 2) * torch.pi / 2
+    angles = torch.cartesian_prod(*[torch.linspace(-1, 1, side)] * 2) * torch.pi / 2
     tower.position_embedding.weight.zero_()
-    tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([place.sin(), place.cos()], 1)
+    tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([angles.sin(), angles.cos()], 1)
 
     # the projector splits a feature into its positive and negative part; for waves it adds both to an unsigned strength
     projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])

@@ -5,6 +5,7 @@ neither reads questions nor writes answers.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby
 
@@ -14,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hardware_utils import autocast
-from tasks.prs_med.annotations import position_of
+from tasks.prs_med.annotations import is_right, position_of
 from tasks.prs_med.report import evenly_spaced, hausdorff_95
-from tasks.prs_med.rivals import dice
+from tasks.prs_med.rivals import dice, overlap_scores
 
 BATCH, EVALUATIONS, MOST_VALIDATED, LEARNING_RATE = 8, 10, 200, 3e-3
 
@@ -27,19 +28,19 @@ def structure_of(row) -> tuple[str, str]:
 
 
 def unet_scores(
-    train, val, test, steps: int, seed: int, device: torch.device, precision: str, alive: Callable[[], None]
+    train, val, test, steps: int, seed: int, device: torch.device, precision: str, heartbeat: Callable[[], None]
 ) -> list[dict]:
     """Train a UNet on `train`; return its scores on the rows of `test` whose structure is in `train` (PositionData).
 
-    alive: heartbeat, called in each step.
+    val: None without a validation set. heartbeat: called in each step.
     """
     from monai.networks.nets import BasicUNet
 
     outputs = {structure: n for n, structure in enumerate(sorted({structure_of(row) for row in train.rows}))}
-    of_image: dict[str, list[int]] = {}
+    rows_of_image: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
-        of_image.setdefault(row.identity, []).append(index)
-    of_image = list(of_image.values())
+        rows_of_image[row.identity].append(index)
+    groups = list(rows_of_image.values())
     rng = np.random.default_rng(seed % 2**63)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -49,18 +50,17 @@ def unet_scores(
 
     def read(data, groups: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return images (B, 3, S, S) in -1..1, and each row's mask (N, S, S), image index and output channel."""
-        items = [data[index] for group in groups for index in group]
+        items = [[data[index] for index in group] for group in groups]
+        pixels = torch.stack([group[0]["sam"] for group in items])
+        masks = torch.stack([item["mask"] for group in items for item in group])
         image_of = torch.tensor([n for n, group in enumerate(groups) for _ in group])
-        first = [sum(map(len, groups[:n])) for n in range(len(groups))]
-        pixels = torch.stack([items[n]["sam"] for n in first])
-        masks = torch.stack([item["mask"] for item in items])
         channels = torch.tensor([outputs[structure_of(data.rows[index])] for group in groups for index in group])
         pixels, *others = (x.to(device) for x in (pixels, masks, image_of, channels))
         return pixels / 127.5 - 1, *others
 
     @torch.no_grad()
     def predict(data, rows: list[int]):
-        """Yield each row's index, predicted mask and true mask, both (1, S, S)."""
+        """Yield each row's index, predicted mask and true mask, both bool (S, S)."""
         net.eval()
         # adjacent rows of one image share a forward pass
         for _, group in groupby(rows, key=lambda index: data.rows[index].identity):
@@ -68,18 +68,17 @@ def unet_scores(
             pixels, masks, _, channels = read(data, [group])
             with autocast(device, precision):
                 logits = net(pixels)[0, channels]
-            yield from zip(group, (logits > 0).split(1), masks.split(1), strict=True)
+            yield from zip(group, (logits > 0).cpu().numpy(), masks.cpu().numpy(), strict=True)
 
     validated = [index for index, row in enumerate(val.rows if val else ()) if structure_of(row) in outputs]
     best, weights, order = -1.0, net.state_dict(), []
     for step in range(steps):
-        alive()
+        heartbeat()
         net.train()
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
         while len(order) < BATCH:
-            order += rng.permutation(len(of_image)).tolist()
-        pixels, masks, image_of, channels = read(train, [of_image[n] for n in order[:BATCH]])
+            order += rng.permutation(len(groups)).tolist()
+        pixels, masks, image_of, channels = read(train, [groups[n] for n in order[:BATCH]])
         del order[:BATCH]
         pixels, masks = augment(pixels, masks.float(), image_of, rng)
         with autocast(device, precision):
@@ -92,17 +91,16 @@ def unet_scores(
         optimizer.step()
         if validated and (step + 1) % max(1, steps // EVALUATIONS) == 0:
             masks = predict(val, evenly_spaced(validated, MOST_VALIDATED))
-            score = np.mean([dice(mask.cpu().numpy(), true.cpu().numpy()) for _, mask, true in masks])
+            score = np.mean([dice(mask, true) for _, mask, true in masks])
             if score > best:
                 best, weights = score, {name: value.clone() for name, value in net.state_dict().items()}
     net.load_state_dict(weights)
 
     scores = []
     for index, mask, true in predict(test, [n for n, row in enumerate(test.rows) if structure_of(row) in outputs]):
-        overlap, position = dice(mask.cpu().numpy(), true.cpu().numpy()), test[index]["position"]
-        right = position and float(position_of(mask[0].cpu().numpy()) == position)
-        row = {"index": index, "dice": overlap, "iou": overlap / (2 - overlap), "position_accuracy_mask": right}
-        scores.append(row | {"hd95": hausdorff_95(mask, true)[0]})
+        right = is_right(position_of(mask), test[index]["position"])
+        [distance] = hausdorff_95(torch.from_numpy(mask[None]), torch.from_numpy(true[None]))
+        scores.append(overlap_scores(index, mask, true) | {"position_accuracy_mask": right, "hd95": distance})
     return scores
 
 
@@ -114,6 +112,5 @@ def augment(pixels: Tensor, masks: Tensor, image_of: Tensor, rng: np.random.Gene
     grid = F.affine_grid(torch.from_numpy(turn).float().to(device), [*pixels.shape], align_corners=False)
     pixels = F.grid_sample(pixels, grid, padding_mode="border", align_corners=False) * gain
     masks = F.grid_sample(masks[:, None], grid[image_of], align_corners=False)[:, 0]
-    return pixels + torch.from_numpy(rng.normal(0, 0.05, tuple(pixels.shape)).astype(np.float32)).to(
-        device
-    ), masks.round()
+    noise = torch.from_numpy(rng.normal(0, 0.05, tuple(pixels.shape))).float().to(device)
+    return pixels + noise, masks.round()

@@ -117,7 +117,7 @@ def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
     return wording.format(name=name, other=other, position=position, **words)
 
 
-def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
+def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
     """Return {(modality, name): other structures in rows of the modality, without synonyms}.
 
     A name that contains the other, as "left kidney" contains "kidney", may mean the same structure and is left out.
@@ -132,7 +132,7 @@ def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
     }
 
 
-def absent_of(rows: list) -> dict[str, list[str]]:
+def absent_names(rows: list) -> dict[str, list[str]]:
     """Return {modality: structures that only rows of other modalities name, without synonyms}.
 
     Structures that share a synonym with one of the modality are excluded. The list is empty if a row of the modality
@@ -141,12 +141,12 @@ def absent_of(rows: list) -> dict[str, list[str]]:
     structures: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for row in rows:
         structures[row.modality].add(row.names)
-    known = {names for of_one in structures.values() for names in of_one if names}
+    known = {row.names for row in rows if row.names}
     absent = {}
     for kind, own in structures.items():
         own_names = {name for names in own for name in names}
-        elsewhere = [names for names in known if all(differ(name, one) for name in names for one in own_names)]
-        absent[kind] = [] if () in own else sorted({names[0] for names in elsewhere})
+        others = [names for names in known if all(differ(name, own_name) for name in names for own_name in own_names)]
+        absent[kind] = [] if () in own else sorted({names[0] for names in others})
     return absent
 
 
@@ -163,21 +163,21 @@ def ask_for_absent(row, question: str, name: str):
 def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
     """Draw a question about a structure with these names, in random words and letter case; it may exclude `others`."""
 
-    def one(choices: Sequence[str]) -> str:
+    def choose(choices: Sequence[str]) -> str:
         return choices[rng.integers(len(choices))]
 
-    def talk(most: int) -> str:
+    def filler(most: int) -> str:
         """Draw filler words; some have their letters shuffled, to stand for unknown words."""
-        words = [one(FILLERS) for _ in range(rng.integers(most + 1))]
+        words = [choose(FILLERS) for _ in range(rng.integers(most + 1))]
         words = ["".join(rng.permutation(list(word))) if rng.random() < 0.2 else word for word in words]
-        return " ".join(words) + (one(PUNCTUATION) if words else "")
+        return " ".join(words) + (choose(PUNCTUATION) if words else "")
 
-    wording = one(REQUESTS) if rng.random() < 0.8 else "{name}"
+    wording = choose(REQUESTS) if rng.random() < 0.8 else "{name}"
     if others and rng.random() < 0.35:
-        wording = one(EXCLUSIONS).replace("{request}", wording)
+        wording = choose(EXCLUSIONS).replace("{request}", wording)
     if rng.random() < 0.7:
-        wording = f"{talk(12)} {wording} {talk(8)}".strip()
-    text = fill(wording + one(PUNCTUATION), one(names), one(others) if others else "")
+        wording = f"{filler(12)} {wording} {filler(8)}".strip()
+    text = fill(wording + choose(PUNCTUATION), choose(names), choose(others) if others else "")
     case = rng.random()
     if case < 0.25:
         return text.upper()
@@ -186,37 +186,31 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
 
 def longest(names: Sequence[str]) -> str:
     """A question about as long as the longest from draw(), for the memory trial."""
-    name = max(names, key=len)
-    return fill(
-        max(EXCLUSIONS, key=len).replace("{request}", max(REQUESTS, key=len)) + 20 * f" {max(FILLERS, key=len)}",
-        name,
-        name,
-    ).upper()
+    name, request = max(names, key=len), max(REQUESTS, key=len)
+    wording = max(EXCLUSIONS, key=len).replace("{request}", request) + 20 * f" {max(FILLERS, key=len)}"
+    return fill(wording, name, name).upper()
 
 
-def in_other_words(rows: list, some: list[int]) -> dict[str, tuple[list, list[int]]]:
-    """Reword `some` rows with a known structure by each of OTHER_WORDS: {"wording/<wording>": (new rows, indices)}."""
-    others, asked = others_of(rows), {}
+def in_other_words(rows: list, some: list[int]) -> list[tuple]:
+    """Reword `some` rows with a known structure by each of OTHER_WORDS; return (name, index, changed row)."""
+    others, changed = other_names(rows), []
     for wording in OTHER_WORDS:
-        indices = [index for index in some if rows[index].names]
-        if "{other}" in wording:
-            indices = [index for index in indices if others[rows[index].modality, rows[index].names[0]]]
-        worded = []
-        for index in indices:
+        for index in some:
             row = rows[index]
-            known = others[row.modality, row.names[0]] or [""]
-            worded.append(row._replace(question=fill(wording, row.names[0], known[index % len(known)])))
-        if indices:
-            asked[f"wording/{wording}"] = worded, indices
-    return asked
+            known = others[row.modality, row.names[0]] if row.names else []
+            if row.names and (known or "{other}" not in wording):
+                question = fill(wording, row.names[0], known[index % len(known)] if known else "")
+                changed.append((f"wording/{wording}", index, row._replace(question=question)))
+    return changed
 
 
-def for_what_is_absent(rows: list, some: list[int], absent: dict[str, list[str]]) -> tuple[list, list[int]]:
-    """Ask `some` rows about structures of other modalities; return (new rows, indices of the original rows)."""
-    indices = [index for index in some if absent.get(rows[index].modality)]
-    asked = []
-    for number, index in enumerate(indices):
-        known = absent[rows[index].modality]
-        name = known[number % len(known)]
-        asked.append(ask_for_absent(rows[index], fill(QUESTIONS[number % len(QUESTIONS)], name), name))
-    return asked, indices
+def about_absent(rows: list, some: list[int], absent: dict[str, list[str]]) -> list[tuple]:
+    """Ask `some` rows about structures of other modalities; return ("absent", index, changed row)."""
+    changed = []
+    for index in some:
+        known, number = absent.get(rows[index].modality), len(changed)
+        if known:
+            name = known[number % len(known)]
+            question = fill(QUESTIONS[number % len(QUESTIONS)], name)
+            changed.append(("absent", index, ask_for_absent(rows[index], question, name)))
+    return changed
