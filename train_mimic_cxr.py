@@ -31,7 +31,9 @@ from utils.cli import (
 
 FORMAT = "mimic_cxr/3"
 # flags that define the model; on resume their values come from the checkpoint
-MODEL_FLAGS = ("image_size", "max_question_length")
+MODEL_FLAGS = ("image_size",)
+# tokens per question; longer questions are truncated
+MAX_TOKENS = 128
 # the guide's encoders
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
 FUSION_LAYERS = 2
@@ -41,8 +43,15 @@ HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
 # training target for an uncertain CheXpert label (-1); None: no loss
 UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
 # default settings, if neither a flag, a file nor the hardware determines them
-DEFAULTS = {"batch_size": 16, "gradient_accumulation_steps": 1, "num_workers": 4, "prefetch_factor": 2}
-DEFAULTS |= {"gradient_checkpointing": False, "zero_stage": 2, "offload_optimizer": False}
+DEFAULTS = {
+    "batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "num_workers": 4,
+    "prefetch_factor": 2,
+    "gradient_checkpointing": False,
+    "zero_stage": 2,
+    "offload_optimizer": False,
+}
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -61,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     for name, path in ENCODERS.items():
         add(f"--{name}", default=path, help="Hugging Face folder or hub name")
     advanced("--dropout", type=real(0, 0.99), default=0.1, help="dropout in the text encoder, fusion layers and heads")
-    advanced("--max_question_length", type=whole(4), default=128, help="tokens per question; longer ones are truncated")
+
     add("--freeze_image", action="store_true", help="do not train the image encoder")
     add("--freeze_text", action="store_true", help="do not train the text encoder")
     text = "recompute activations in the backward pass: less memory, a third slower; default: only on small GPUs"
@@ -120,9 +129,11 @@ if __name__ == "__main__":
     launch_workers(ARGS.world_size)
 
 
+import functools
 import inspect
 import math
 import platform
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,7 +147,7 @@ from torch.utils.data import DataLoader, Dataset
 import distributed_utils as du
 from hardware_utils import GIB, autocast, out_of_memory, set_precision
 from tasks.mimic_cxr import report, zero
-from tasks.mimic_cxr.answers import CHEXPERT, HEADS
+from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
 from tasks.mimic_cxr.prepare import SPLITS, Prepared, decode, open_prepared
 from utils import checkpoint, hardware_utils, stats, tables
 from utils.engine import make_engine
@@ -176,15 +187,15 @@ class ChestModel(nn.Module):
     """Image encoder, text encoder, fusion layers, and one head per kind of answer; CheXpert sees only the image."""
 
     def __init__(
-        self, image: nn.Module, text: nn.Module, tokenizer, statistics: tuple, args: Namespace, precision: str
+        self, image: nn.Module, text: nn.Module, tokenizer, mean: list, std: list, args: Namespace, precision: str
     ):
-        """statistics: mean and standard deviation per channel, to normalize the image encoder's input."""
+        """mean, std: per channel, to normalize the image encoder's input."""
         super().__init__()
         self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
-        self.longest, self.side = args.max_question_length, args.image_size or 224
+        self.side = args.image_size or 224
         # image size at which position embeddings need no interpolation
-        takes_others = "interpolate_pos_encoding" in inspect.signature(image.forward).parameters
-        self.own_size = image.config.image_size if takes_others else self.side
+        interpolates = "interpolate_pos_encoding" in inspect.signature(image.forward).parameters
+        self.native_side = image.config.image_size if interpolates else self.side
         dim, config = text.config.hidden_size, image.config
         width = config.hidden_sizes[-1] if getattr(config, "hidden_sizes", None) else config.hidden_size
         self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
@@ -195,7 +206,7 @@ class ChestModel(nn.Module):
         self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
         self.findings = nn.Sequential(nn.Linear(2 * len(CHEXPERT), dim), nn.LayerNorm(dim))
         # plain attributes, because DeepSpeed would round buffers to half precision
-        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in statistics)
+        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
     @property
     def device(self) -> torch.device:
@@ -215,7 +226,7 @@ class ChestModel(nn.Module):
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
             pixels = pixels.contiguous(memory_format=torch.channels_last)
-        options = {"interpolate_pos_encoding": True} if image.shape[-1] != self.own_size else {}
+        options = {"interpolate_pos_encoding": True} if image.shape[-1] != self.native_side else {}
         features = encoder(pixel_values=pixels, **options).last_hidden_state
         if features.dim() == 4:
             features = features.flatten(2).transpose(1, 2)
@@ -262,9 +273,9 @@ class ChestModel(nn.Module):
 def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
     """Sine and cosine positions (side * side, dim) in six octaves, which convolutional features do not encode."""
     ruler = torch.linspace(-1, 1, side, device=device)
-    places = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
+    points = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
     octaves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device).clamp(max=6)
-    angles = places * (octaves % 64 * math.pi / 2)
+    angles = points * (octaves % 64 * math.pi / 2)
     return torch.cat([angles.sin(), angles.cos()], 1).flatten(1)[:, :dim]
 
 
@@ -274,6 +285,8 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
 
     utils.logging.set_verbosity_error()
     utils.logging.disable_progress_bar()
+    # by default, a masked autoencoder hides most of the image from its encoder
+    options["mask_ratio"] = 0.0
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         for name in options.keys() & vars(config).keys():
@@ -298,56 +311,48 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
     return encoder
 
 
-def load_image_encoder(args: Namespace) -> nn.Module:
-    # by default, a masked autoencoder hides most of the image from its encoder
-    return load_encoder(args.image_encoder, "--image_encoder", mask_ratio=0.0)
-
-
 def build_model(args: Namespace, precision: str, device: torch.device) -> ChestModel:
     """Build the model and freeze the parameters that are not trained. Raises InputError."""
     from transformers import AutoTokenizer
     from transformers.image_processing_base import ImageProcessingMixin
+    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-    image = load_image_encoder(args)
+    image = load_encoder(args.image_encoder, "--image_encoder")
     dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout")
     text = load_encoder(args.text_encoder, "--text_encoder", **dict.fromkeys(dropouts, args.dropout))
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.text_encoder, trust_remote_code=False)
     except Exception as error:
         raise InputError(f"{args.text_encoder}: no tokenizer ({first_line(error)}); download it again") from None
-    longest = getattr(text.config, "max_position_embeddings", math.inf)
-    if len(tokenizer) > text.config.vocab_size or args.max_question_length > longest:
-        sizes = f"{len(tokenizer)} words for {text.config.vocab_size}, --max_question_length for {longest}"
+    max_tokens = getattr(text.config, "max_position_embeddings", MAX_TOKENS)
+    if len(tokenizer) > text.config.vocab_size or max_tokens < MAX_TOKENS:
+        sizes = f"{len(tokenizer)} words for {text.config.vocab_size}, {MAX_TOKENS} tokens for {max_tokens}"
         raise InputError(f"{args.text_encoder}: tokenizer and encoder do not go together ({sizes})")
     try:
         settings, _ = ImageProcessingMixin.get_image_processor_dict(args.image_encoder)
     except (OSError, ValueError):
         settings = {}
-    imagenet = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    mean = settings.get("image_mean") or IMAGENET_DEFAULT_MEAN
+    std = settings.get("image_std") or IMAGENET_DEFAULT_STD
     if settings.get("do_normalize") is False:
-        imagenet = settings = {"image_mean": [0.0], "image_std": [1.0]}
-    statistics = tuple(settings.get(name) or values for name, values in imagenet.items())
+        mean, std = [0.0], [1.0]
 
     # initialize new layers identically on every rank
     torch.manual_seed(args.seed)
-    model = ChestModel(image, text, tokenizer, statistics, args, precision)
+    model = ChestModel(image, text, tokenizer, mean, std, args, precision)
     model.image.requires_grad_(not args.freeze_image)
     model.text.requires_grad_(not args.freeze_text)
-    if args.deterministic and device.type == "cuda" and model.own_size != model.side:
-        reason = f"resizing its positions from {model.own_size} pixels has no deterministic gradient on a GPU"
+    if args.deterministic and device.type == "cuda" and model.native_side != model.side:
+        reason = f"resizing its positions from {model.native_side} pixels has no deterministic gradient on a GPU"
         raise InputError(f"{args.image_encoder}: {reason}; prepare images of that size, or drop --deterministic")
     freeze_unused(model, args.image_encoder)
     if args.gradient_checkpointing:
         for encoder in (model.image, model.text):
             layers = next(part for part in encoder.modules() if isinstance(part, nn.ModuleList))
             for layer in layers:
-                layer.forward = recomputed(layer.forward)
+                # ConvNeXt has no option for activation checkpointing
+                layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
     return model.to(device)
-
-
-def recomputed(forward):
-    """Apply activation checkpointing to a layer's forward function, since ConvNeXt has no option for it."""
-    return lambda *args, **kwargs: recompute(forward, *args, use_reentrant=False, **kwargs)
 
 
 def freeze_unused(model: ChestModel, path: str) -> None:
@@ -377,9 +382,9 @@ def freeze_unused(model: ChestModel, path: str) -> None:
 class Questions(Dataset):
     """The questions of a split, or `limit` of them, evenly spaced (0: all). Items are indices; batch() loads the data.
 
-    The data stay in memory-mapped files, so even 31 million questions take no memory in a process. shown: for each
-    study, the study whose image replaces its own (-1: a black image). places: rows of the prepared columns to use
-    instead of the split's rows.
+    The data stay in memory-mapped files, so even 31 million questions take no memory in a process. replacement: for
+    each study, the study whose image replaces its own (-1: a black image). rows: row numbers in the prepared columns,
+    instead of those of the split.
     """
 
     def __init__(
@@ -388,52 +393,45 @@ class Questions(Dataset):
         split: str,
         args: Namespace,
         limit: int = 0,
-        shown: np.ndarray | None = None,
-        places: np.ndarray | None = None,
+        replacement: np.ndarray | None = None,
+        rows: np.ndarray | None = None,
     ):
-        self.data, self.split, self.shown, self.places = data, split, shown, places
+        self.data, self.split, self.replacement = data, split, replacement
         self.uncertain = UNCERTAIN[args.chexpert_uncertain] if split == "train" else None
-        # augmentation seed; None: no augmentation
-        self.augmented_by = args.seed if args.augmentation and split == "train" else None
-        number = SPLITS.index(split)
-        self.first, self.whole = data.bounds[number], data.bounds[number + 1] - data.bounds[number]
-        self.count = min(limit or self.whole, self.whole) if places is None else len(places)
-        self.tokenizer = None
+        self.augmentation_seed = args.seed if args.augmentation and split == "train" else None
+        first, end = data.bounds[SPLITS.index(split)], data.bounds[SPLITS.index(split) + 1]
+        if limit and limit < end - first:
+            rows = first + np.arange(limit) * (end - first) // limit
+        self.rows = range(first, end) if rows is None else rows
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> int:
         return index
 
-    def rows(self, indices: list[int] | np.ndarray) -> np.ndarray:
-        """Row numbers (int64) of these questions in the prepared columns."""
-        indices = np.asarray(indices, np.int64)
-        if self.places is not None:
-            return self.places[indices]
-        return self.first + indices * self.whole // max(1, self.count)
-
     def column(self, name: str) -> np.ndarray:
         """A prepared column for all questions; for a complete split it is a view, which takes no memory."""
         column = getattr(self.data, name)
-        if self.places is None and self.count == self.whole:
-            return column[self.first : self.first + self.whole]
-        return column[self.rows(np.arange(self.count))]
+        return column[self.rows.start : self.rows.stop] if isinstance(self.rows, range) else column[self.rows]
 
-    def batch(self, indices: list[int]) -> dict:
+    def columns(self) -> report.Rows:
+        return {name: self.column(name) for name in report.COLUMNS}
+
+    def batch(self, tokenizer, indices: list[int]) -> dict:
         """Collate questions into a batch that contains each image only once.
 
         image (I, 1, S, S) uint8. image_of (B,): index of each question's image. ids, mask (B, T): tokens. head, target
-        (B,). label, known (B, 14): CheXpert labels, and which of them enter the loss. changes (I, 6): random changes
-        of the images, in the order of STRENGTH.
+        (B,). label, known (B, 14): CheXpert labels, and which of them enter the loss. augmentation (I, 6): random
+        changes of the images, in the order of STRENGTH.
         """
-        data, rows = self.data, self.rows(indices)
+        data, rows = self.data, np.array([self.rows[index] for index in indices])
         study = data.study[rows]
         texts = data.texts.take(data.question[rows].tolist()).to_pylist()
-        batch = tokenize(*self.tokenizer, texts)
+        batch = tokenize(tokenizer, texts)
         batch["index"] = torch.tensor([int(index) for index in indices])
-        for name, column in (("study", study), ("head", data.head[rows]), ("target", data.target[rows])):
-            batch[name] = torch.from_numpy(column.astype(np.int64))
+        for name, column in (("head", data.head), ("target", data.target)):
+            batch[name] = torch.from_numpy(column[rows].astype(np.int64))
         label = torch.from_numpy(data.labels[study])
         known = (label == 0) | (label == 1)
         if self.uncertain is not None:
@@ -441,36 +439,32 @@ class Questions(Dataset):
             label = torch.where(label == -1, self.uncertain, label)
         batch |= {"label": torch.where(known, label, 0.0), "known": known}
 
-        shown = study if self.shown is None else self.shown[study]
-        different, image_of = np.unique(shown, return_inverse=True)
-        batch |= {"image": self.images(different), "image_of": torch.from_numpy(image_of)}
-        if self.augmented_by is not None:
-            seeds = [[self.augmented_by % 2**63, indices[0].epoch, study] for study in different]
+        sources = study if self.replacement is None else self.replacement[study]
+        distinct, image_of = np.unique(sources, return_inverse=True)
+        images = data.images[distinct]
+        images[distinct < 0] = 0
+        batch |= {"image": torch.from_numpy(images)[:, None], "image_of": torch.from_numpy(image_of)}
+        if self.augmentation_seed is not None:
+            seeds = [[self.augmentation_seed % 2**63, indices[0].epoch, study] for study in distinct]
             drawn = np.stack([np.random.default_rng(seed).uniform(-1, 1, len(STRENGTH)) for seed in seeds])
-            batch["changes"] = torch.tensor(drawn * STRENGTH, dtype=torch.float32)
+            batch["augmentation"] = torch.tensor(drawn * STRENGTH, dtype=torch.float32)
         return batch
 
-    def images(self, studies: np.ndarray) -> Tensor:
-        """Images (I, 1, S, S) uint8 of these studies; study -1 has a black image."""
-        found = self.data.images[studies]
-        found[studies < 0] = 0
-        return torch.from_numpy(found)[:, None]
 
-
-def tokenize(tokenizer, longest: int, texts: list[str]) -> dict[str, Tensor]:
+def tokenize(tokenizer, texts: list[str]) -> dict[str, Tensor]:
     """Return the token ids and the attention mask (B, T) of the texts."""
     tokens = tokenizer(
-        texts, padding=True, pad_to_multiple_of=8, truncation=True, max_length=longest, return_tensors="pt"
+        texts, padding=True, pad_to_multiple_of=8, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
     )
     return {"ids": tokens["input_ids"], "mask": tokens["attention_mask"]}
 
 
-def augment(image: Tensor, changes: Tensor) -> Tensor:
-    """Change geometry and contrast of images (I, 1, S, S) by `changes` (I, 6), see STRENGTH. Returns floats.
+def augment(image: Tensor, augmentation: Tensor) -> Tensor:
+    """Change geometry and contrast of images (I, 1, S, S) by `augmentation` (I, 6), see STRENGTH. Returns floats.
 
     Images are never mirrored, because questions name left and right.
     """
-    x, y, angle, zoom, gain, gamma = changes.unbind(1)
+    x, y, angle, zoom, gain, gamma = augmentation.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
     turn = torch.stack([torch.stack([cos, -sin, 2 * x], 1), torch.stack([sin, cos, 2 * y], 1)], 1)
     pixels = F.grid_sample(image / 255, F.affine_grid(turn, [*image.shape], align_corners=False), align_corners=False)
@@ -484,8 +478,8 @@ def augment(image: Tensor, changes: Tensor) -> Tensor:
 def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
     """Return each question's cross-entropy (B,) and the binary cross-entropy (B, 14) of its known CheXpert labels."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
-    for place, logits in enumerate(answers):
-        asked = batch["head"] == place
+    for head, logits in enumerate(answers):
+        asked = batch["head"] == head
         entropy = entropy + asked * F.cross_entropy(logits, torch.where(asked, batch["target"], 0), reduction="none")
     bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
     return entropy, bce * batch["known"]
@@ -503,11 +497,11 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 
     counts: sums of count_targets() over all ranks. Each head's cross-entropy is averaged over that head's questions.
     """
-    image = augment(batch["image"], batch["changes"]) if "changes" in batch else batch["image"]
+    image = augment(batch["image"], batch["augmentation"]) if "augmentation" in batch else batch["image"]
     *answers, chexpert = model(image, batch["ids"], batch["mask"], batch["image_of"])
     entropy, bce = question_losses(answers, chexpert, batch)
     weights = [weight / max(1.0, count) for weight, count in zip(HEAD_WEIGHT.values(), counts[:-1], strict=True)]
-    vqa = sum(weight * (entropy * (batch["head"] == place)).sum() for place, weight in enumerate(weights))
+    vqa = sum(weight * (entropy * (batch["head"] == head)).sum() for head, weight in enumerate(weights))
     labels = bce.sum() / max(1.0, counts[-1])
     return vqa + chexpert_weight * labels, vqa, labels
 
@@ -515,36 +509,51 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """All ranks: gather each column's batches on rank 0, in order of the column "index"; other ranks get {}.
+
+    Rows with a negative index are dropped: run.batches() pads with them.
+    """
+    parts = du.gather_to_main({name: np.concatenate(batches) for name, batches in own.items()})
+    parts = [part for part in parts if part]
+    if not parts:
+        return {}
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    index = rows.pop("index")
+    order = np.argsort(index)[(index < 0).sum() :]
+    return {name: values[order] for name, values in rows.items()}
+
+
 @torch.no_grad()
-def answer_questions(
-    model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace
-) -> dict[str, np.ndarray]:
+def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> report.Rows:
     """All ranks: answer the questions; rank 0 gets {column: one value per question}, in order of the questions.
 
-    The values are the same at any number of ranks. given: predicted class. probability: class probabilities of
-    the question's head, zero-padded. bce: sum over known labels. chexpert (N, 14): probabilities.
+    The values are the same at any number of ranks. predicted: class. probability: class probabilities of the
+    question's head, zero-padded. bce: sum over known labels. chexpert (N, 14): probabilities.
     """
     model.eval()
-    tables, most = [], max(map(len, HEADS.values()))
-    for batch in run.batches(make_loader(data, model, batch_size, args), equal_passes=zero.is_split(model)):
+    own, width = defaultdict(list), max(map(len, HEADS.values()))
+    for batch in run.batches(make_loader(data, model, batch_size, args), equal_passes=zero.is_sharded(model)):
         *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
         entropy, bce = question_losses(answers, chexpert, batch)
-        padded = torch.stack([F.pad(x.softmax(1), (0, most - x.shape[1])) for x in answers], 1)
-        probability = padded.gather(1, batch["head"][:, None, None].expand(-1, 1, most))[:, 0]
-        columns = [batch["index"], probability.argmax(1), entropy, bce.sum(1), batch["known"].sum(1)]
-        columns = torch.stack([column.double() for column in columns], 1)
-        # one copy to the host per batch
-        tables.append(torch.cat([columns, probability, chexpert.sigmoid()], 1).cpu())
-    own = torch.cat(tables).numpy() if tables else np.zeros((0, 5 + most + len(CHEXPERT)))
-    table = np.concatenate(du.gather_to_main(own) or [own[:0]])
-    table = table[table[:, 0] >= 0]
-    table = table[np.argsort(table[:, 0])]
+        padded = torch.stack([F.pad(x.softmax(1), (0, width - x.shape[1])) for x in answers], 1)
+        probability = padded.gather(1, batch["head"][:, None, None].expand(-1, 1, width))[:, 0]
+        columns = {
+            "index": batch["index"],
+            "predicted": probability.argmax(1),
+            "probability": probability,
+            "entropy": entropy,
+            "bce": bce.sum(1),
+            "known": batch["known"].sum(1),
+            "chexpert": chexpert.sigmoid(),
+        }
+        for name, values in columns.items():
+            own[name].append(values.double().cpu().numpy())
+    rows = gather_rows(own)
     with du.agree_on_errors():
-        if not np.isfinite(table).all():
+        if not all(np.isfinite(values).all() for values in rows.values()):
             raise RunError("predictions are not finite; lower --lr")
-    columns = {name: data.column(name) for name in report.COLUMNS}
-    columns |= {name: table[:, 1 + place] for place, name in enumerate(("given", "entropy", "bce", "known"))}
-    return columns | {"probability": table[:, 5 : 5 + most], "chexpert": table[:, 5 + most :]}
+    return data.columns() | rows
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
@@ -561,22 +570,20 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
     """All ranks: compute features of these studies' images for the baselines; rank 0 gets {name: (N, D)}.
 
-    The names are those of report.LOOKS, and "encoder" for the mean features of the image encoder before training.
+    The names are those of report.IMAGE_FEATURES, and "encoder" for the mean features of the image encoder before
+    training.
     """
-    untrained = load_image_encoder(args).to(model.device).eval()
-    own = {name: [] for name in (*report.LOOKS, "encoder", "place")}
-    for places in EvalBatchSampler(len(studies), max(batch_size, 32), *du.world()):
-        image = torch.from_numpy(data.images[studies[places]])[:, None]
-        for name, look in report.LOOKS.items():
-            own[name].append(look(image / 255).numpy())
+    untrained = load_encoder(args.image_encoder, "--image_encoder").to(model.device).eval()
+    own = defaultdict(list)
+    for indices in EvalBatchSampler(len(studies), max(batch_size, 32), *du.world()):
+        image = torch.from_numpy(data.images[studies[indices]])[:, None]
+        for name, compute in report.IMAGE_FEATURES.items():
+            own[name].append(compute(image / 255).numpy())
         with autocast(model.device, model.precision):
             encoded = model.image_features(image.to(model.device), untrained)
         own["encoder"].append(encoded.mean(1).float().cpu().numpy())
-        own["place"].append(np.array(places))
-    parts = du.gather_to_main({name: np.concatenate(found) for name, found in own.items() if found})
-    names = [name for name in own if parts and name != "place"]
-    order = np.argsort(np.concatenate([part["place"] for part in parts if part])) if parts else []
-    return {name: np.concatenate([part[name] for part in parts if part])[order] for name in names}
+        own["index"].append(np.array(indices))
+    return gather_rows(own)
 
 
 def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
@@ -584,32 +591,31 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
     data = sets[split].data
     rows = answer_questions(model, sets[split], batch_size, run, args)
 
-    places = np.linspace(0, len(sets[split]) - 1, min(len(sets[split]), report.MOST_ABLATED)).astype(np.int64)
+    ablated = np.linspace(0, len(sets[split]) - 1, min(len(sets[split]), report.MOST_ABLATED)).astype(np.int64)
     studies, patients = np.unique(sets[split].column("study")), data.studies["patient"].to_numpy()
-    shown = {"blank_image": np.full(len(patients), -1)}
+    replacements = {"blank_image": np.full(len(patients), -1)}
     if others := stats.other_cases(patients[studies].tolist(), [""] * len(studies), args.seed):
-        shown["shuffled_image"] = np.arange(len(patients))
-        shown["shuffled_image"][studies] = studies[others]
+        replacements["shuffled_image"] = np.arange(len(patients))
+        replacements["shuffled_image"][studies] = studies[others]
     ablations = {}
-    for name, other in shown.items():
-        some = Questions(data, split, args, shown=other, places=sets[split].rows(places))
-        ablations[name] = places, answer_questions(model, some, batch_size, run, args)
+    for name, replacement in replacements.items():
+        questions = Questions(data, split, args, replacement=replacement, rows=np.array(sets[split].rows)[ablated])
+        ablations[name] = ablated, answer_questions(model, questions, batch_size, run, args)
 
     # baselines are fitted to all training questions, but only to some of the training images
-    known = {name: Questions(data, name, args, report.MOST_FITTED) for name in ("train", "val")}
-    images = [np.unique(part.column("study")) for part in known.values()] + [studies]
-    features = {}
-    if len(images[0]) > 1:
-        features = image_features(model, data, np.concatenate(images), batch_size, args)
+    fitted, val = (Questions(data, name, args, report.MOST_FITTED).columns() for name in ("train", "val"))
+    features, fitted_studies = {}, np.unique(fitted["study"])
+    if len(fitted_studies) > 1:
+        images = np.concatenate([fitted_studies, np.unique(val["study"]), studies])
+        features = image_features(model, data, images, batch_size, args)
     metrics = {}
     with du.agree_on_errors():
         try:
             if run.ranks.is_main:
                 metrics = report.score(rows, data.labels, HEAD_WEIGHT, args.chexpert_weight, split)
-                fitted = {name: {x: part.column(x) for x in report.COLUMNS} for name, part in known.items()}
-                asked = {name: Questions(data, "train", args).column(name) for name in report.COLUMNS}
-                own = report.SplitResults(split, rows, data)
-                metrics |= report.print_tables(own, asked, fitted, features, ablations)
+                train = Questions(data, "train", args).columns()
+                results = report.SplitResults(split, rows, data)
+                metrics |= report.print_tables(results, train, fitted, val, features, ablations)
                 if args.save_predictions:
                     with run.writing():
                         report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
@@ -644,23 +650,23 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
             raise InputError(f"{question!r}: no training question had a {head} answer; --head may be {known}")
     model.eval()
     own = {}
-    for places in EvalBatchSampler(len(asked), run.micro_batch_size, *du.world()):
+    for indices in EvalBatchSampler(len(asked), run.micro_batch_size, *du.world()):
         pixels, usable = [], []
-        for place in places:
+        for index in indices:
             try:
-                pixels.append(decode(asked[place][0], args.image_size))
-                usable.append(place)
+                pixels.append(decode(asked[index][0], args.image_size))
+                usable.append(index)
             except (OSError, ValueError) as error:
-                print(f"warning: {asked[place][0]}: cannot be read ({error}); skipped", flush=True)
+                print(f"warning: {asked[index][0]}: cannot be read ({error}); skipped", flush=True)
         if not usable:
             continue
-        batch = tokenize(model.tokenizer, model.longest, [asked[place][1] for place in usable])
-        batch = du.to_device(batch | {"image": torch.from_numpy(np.stack(pixels))[:, None]}, model.device)
-        image_of = torch.arange(len(usable), device=model.device)
-        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], image_of)
-        for row, place in enumerate(usable):
-            probability = answers[list(HEADS).index(heads[place])][row].softmax(0).cpu().numpy()
-            own[place] = (heads[place], probability, chexpert[row].sigmoid().cpu().numpy())
+        batch = tokenize(model.tokenizer, [asked[index][1] for index in usable])
+        batch |= {"image": torch.from_numpy(np.stack(pixels))[:, None], "image_of": torch.arange(len(usable))}
+        batch = du.to_device(batch, model.device)
+        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
+        for row, index in enumerate(usable):
+            probability = answers[HEAD_NUMBER[heads[index]]][row].softmax(0).cpu().numpy()
+            own[index] = (heads[index], probability, chexpert[row].sigmoid().cpu().numpy())
     found = du.gather_dicts(own)
     if not found:
         raise InputError(f"{args.predict}: no image can be read; check --predict")
@@ -674,11 +680,11 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
 
 def make_loader(data: Questions, model: ChestModel, batch_size: int, args: Namespace, **options) -> DataLoader:
     """Create a loader for evaluation, or for training if train=True. options: see create_distributed_dataloader()."""
-    data.tokenizer = model.tokenizer, model.longest
     if args.num_workers:
         options["prefetch_factor"] = args.prefetch_factor
     options = {"train": False, "seed": args.seed, "num_workers": args.num_workers} | options
-    return du.create_distributed_dataloader(data, batch_size, collate_fn=data.batch, **options)
+    collate = functools.partial(data.batch, model.tokenizer)
+    return du.create_distributed_dataloader(data, batch_size, collate_fn=collate, **options)
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
@@ -693,11 +699,17 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 def largest_batch(model: ChestModel, size: int) -> dict:
     """Synthetic batch that needs the most memory: the longest questions, each about a different image."""
-    ids = torch.ones(size, model.longest, dtype=torch.long)
-    batch = {"ids": ids, "mask": torch.ones_like(ids), "head": torch.arange(size) % len(HEADS)}
-    batch |= {"target": torch.zeros(size, dtype=torch.long), "image_of": torch.arange(size)}
-    batch |= {"label": torch.zeros(size, len(CHEXPERT)), "known": torch.ones(size, len(CHEXPERT), dtype=torch.bool)}
-    return batch | {"image": torch.zeros(size, 1, model.side, model.side, dtype=torch.uint8)}
+    ids = torch.ones(size, MAX_TOKENS, dtype=torch.long)
+    return {
+        "ids": ids,
+        "mask": torch.ones_like(ids),
+        "head": torch.arange(size) % len(HEADS),
+        "target": torch.zeros(size, dtype=torch.long),
+        "label": torch.zeros(size, len(CHEXPERT)),
+        "known": torch.ones(size, len(CHEXPERT), dtype=torch.bool),
+        "image": torch.zeros(size, 1, model.side, model.side, dtype=torch.uint8),
+        "image_of": torch.arange(size),
+    }
 
 
 def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
@@ -726,18 +738,18 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
     return {name: value for name, value in values.items() if getattr(args, name, None) is None}
 
 
-def settings_of_job(args: Namespace, ranks: du.Ranks) -> dict:
-    """All ranks: call fill_settings() with the weakest hardware of the job."""
+def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, tuple]:
+    """All ranks: return (memory, compute, node) for fill_settings(), each the smallest of all processes."""
     memory = compute = None
-    if ranks.device.type == "cuda":
-        card = torch.cuda.get_device_properties(ranks.device)
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
         memory, compute = card.total_memory / GIB, float(f"{card.major}.{card.minor}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     # count processes per set of cores: torchrun's processes share a machine's cores, srun's may each have their own
     own = (platform.node(), *cores), memory, compute, hardware_utils.usable_cores(), hardware_utils.available_ram_gb()
-    places, *facts = zip(*du.gather_objects(own), strict=True)
-    memory, compute, cores, ram = (min((x for x in values if x is not None), default=None) for values in facts)
-    return fill_settings(args, ranks.world_size, memory, compute, (cores, ram, max(map(places.count, places))))
+    core_sets, *sizes = zip(*du.gather_objects(own), strict=True)
+    memory, compute, cores, ram = (min((x for x in values if x is not None), default=None) for values in sizes)
+    return memory, compute, (cores, ram, max(map(core_sets.count, core_sets)))
 
 
 def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
@@ -753,17 +765,22 @@ def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
         if not zero.is_installed():
             raise InputError("--use_deepspeed: DeepSpeed is not installed; pip install deepspeed, or --use_ddp")
         return True, "as asked"
-    if ranks.world_size == 1 or args.enabled is False or args.deterministic or not args.auto_optimize:
-        return False, "one process" if ranks.world_size == 1 else "DeepSpeed not requested, or --deterministic"
-    return zero.is_installed(), "2 processes or more" if zero.is_installed() else "DeepSpeed is not installed"
+    if ranks.world_size == 1:
+        return False, "one process"
+    if args.enabled is False or args.deterministic or not args.auto_optimize:
+        return False, "DeepSpeed not requested, or --deterministic"
+    if not zero.is_installed():
+        return False, "DeepSpeed is not installed"
+    return True, "2 processes or more"
 
 
-def read_engine(args: Namespace) -> dict:
-    """Read DeepSpeed's config: --deepspeed_config unchanged, or our default file adapted to the flags."""
-    named = args.deepspeed_config
-    file = "deepspeed_zero3.json" if (args.stage or args.zero_stage) == 3 else "deepspeed_config.json"
-    config = zero.read_zero_config(named or str(Path(__file__).parent / "configs" / file))
-    if not named:
+def read_deepspeed_config(args: Namespace) -> dict:
+    """Read --deepspeed_config unchanged, or our default file adapted to the flags."""
+    if args.deepspeed_config:
+        config = zero.read_zero_config(args.deepspeed_config)
+    else:
+        file = "deepspeed_zero3.json" if (args.stage or args.zero_stage) == 3 else "deepspeed_config.json"
+        config = zero.read_zero_config(str(Path(__file__).parent / "configs" / file))
         if args.stage:
             config["zero_optimization"]["stage"] = args.stage
         if not args.offload_optimizer:
@@ -779,11 +796,10 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
         return args.mixed_precision
     if args.fp16 is not None:
         return "fp16" if args.fp16 else "no"
-    enabled = {name: config.get(name, {}).get("enabled") for name in ("bf16", "fp16")}
-    for name, value in enabled.items():
-        if value is True:
-            return name
-    return "no" if set(enabled.values()) == {False} else "auto"
+    bf16, fp16 = (config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    if bf16 is True or fp16 is True:
+        return "bf16" if bf16 is True else "fp16"
+    return "no" if bf16 is False and fp16 is False else "auto"
 
 
 @dataclass
@@ -799,49 +815,31 @@ class Settings:
     banner: dict
 
 
-def settle(args: Namespace, ranks: du.Ranks) -> Settings:
+def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
     """All ranks: choose the hardware settings, the engine and the precision."""
-    chosen = settings_of_job(args, ranks)
-    shown = ("batch_size", "gradient_accumulation_steps", "num_workers", "prefetch_factor", "gradient_checkpointing")
-    from_hardware = [f"{name} {chosen[name]}" for name in shown if name in chosen and args.auto_optimize]
-    config = {}
+    chosen = fill_settings(args, ranks.world_size, *weakest_hardware(ranks.device))
+    names = [name for name in chosen if name not in ("zero_stage", "offload_optimizer")] if args.auto_optimize else []
+    from_hardware = ", ".join(f"{name} {chosen[name]}" for name in names)
+    config, engine = {}, "torch"
     with du.agree_on_errors():
         use_deepspeed, reason = choose_engine(args, ranks)
         if use_deepspeed:
-            config = read_engine(with_flags(args, **chosen))
+            config = read_deepspeed_config(with_flags(args, **chosen))
+            block = config["zero_optimization"]
+            offloaded = ", optimizer on the CPU" if "offload_optimizer" in block else ""
+            engine = f"DeepSpeed ZeRO-{block['stage']}{offloaded}"
     if args.deepspeed_config and args.gradient_checkpointing is None:
         # the user's DeepSpeed config decides on activation checkpointing
         chosen["gradient_checkpointing"] = "activation_checkpointing" in config
     args = with_flags(args, **chosen)
     precision, described = set_precision(wanted_precision(args, config, ranks.device), ranks.device, args.deterministic)
-    engine = "torch"
-    if config:
-        block = config["zero_optimization"]
-        offloaded = ", optimizer on the CPU" if "offload_optimizer" in block else ""
-        engine = f"DeepSpeed ZeRO-{block['stage']}{offloaded}"
     banner = {
         "engine": f"{engine} ({reason})",
-        "from hardware": ", ".join(from_hardware) or "nothing",
+        "from hardware": from_hardware or "nothing",
         "learning rate": f"{args.learning_rate:g}, {args.lr_schedule}, not scaled with the GPUs",
         "precision": described,
     }
     return Settings(args, precision, config, banner)
-
-
-def load_model(args: Namespace, precision: str, run: Run) -> ChestModel:
-    """All ranks: build the model and load the weights of the checkpoint or of --pretrained_weights, if any."""
-    with du.agree_on_errors():
-        model = build_model(args, precision, run.ranks.device)
-        if run.checkpoint:
-            checkpoint.load_trained(model, run.checkpoint["model"])
-        elif args.pretrained_weights:
-            try:
-                weights = load_file(args.pretrained_weights)
-            except Exception as error:
-                reason = f"not readable as safetensors ({error})"
-                raise InputError(f"{args.pretrained_weights}: {reason}; give a run's model.safetensors") from None
-            checkpoint.load_trained(model, weights, args.pretrained_weights)
-    return model
 
 
 def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
@@ -873,26 +871,26 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
     invariants = {
         "training questions": len(sets["train"]),
         "questions per image": args.questions_per_image,
-        "data": data.facts["digest"],
+        "data": data.metadata["digest"],
         "augmentation": args.augmentation,
         "uncertain labels": args.chexpert_uncertain,
         "chexpert weight": args.chexpert_weight,
     }
     banner = settings.banner | {"questions": ", ".join(f"{len(some):,} {name}" for name, some in sets.items())}
     plan = Plan(batch, steps, ["loss", "loss_vqa", "loss_chexpert"], invariants, banner)
-    heads = [head for place, head in enumerate(HEADS) if (sets["train"].column("head") == place).any()]
+    heads = [head for head, number in HEAD_NUMBER.items() if (sets["train"].column("head") == number).any()]
     extra = {"trained_labels": report.trained_labels(data), "trained_heads": heads}
     extra["encoders"] = {name: getattr(args, name) for name in ENCODERS}
 
-    if device.type == "cuda" and not settings.config:
-        # not with DeepSpeed, which broadcasts weights as flat buffers and needs them contiguous
-        model.image.to(memory_format=torch.channels_last)
     parts = model, make_optimizer(model, args), settings.precision, args, device
     if settings.config:
         engine = zero.ZeroEngine(
             *parts, saved=run.checkpoint, config=settings.config, micro_batch_size=batch.micro_batch_size
         )
     else:
+        if device.type == "cuda":
+            # not with DeepSpeed, which broadcasts weights as flat buffers and needs them contiguous
+            model.image.to(memory_format=torch.channels_last)
         engine = make_engine(*parts, saved=run.checkpoint)
 
     with Training(run, args, engine, plan, lambda: extra) as training:
@@ -917,21 +915,31 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
     """All ranks: train, evaluate (--eval_only) or predict (--predict). Returns the exit code."""
-    settings = settle(args, ranks)
+    settings = choose_settings(args, ranks)
     args, data = settings.args, None
     # training writes nothing until Training is constructed, so earlier errors leave the run folder unchanged
     with du.agree_on_errors():
         if not args.predict:
             data = open_prepared(Path(args.data_path))
-            args = with_flags(args, image_size=args.image_size or data.facts["image_size"])
+            args = with_flags(args, image_size=args.image_size or data.metadata["image_size"])
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     # use the checkpoint's encoders, unless a flag gives their new path
     saved = run.checkpoint["encoders"] if run.checkpoint else {}
     args = with_flags(run.args, **{name: saved[name] for name in saved if getattr(args, name) == ENCODERS[name]})
-    if data and args.image_size != data.facts["image_size"]:
-        sizes = f"has images of {data.facts['image_size']} pixels, not of {args.image_size}"
+    if data and args.image_size != data.metadata["image_size"]:
+        sizes = f"has images of {data.metadata['image_size']} pixels, not of {args.image_size}"
         raise InputError(f"{args.data_path}: {sizes} as --image_size or the checkpoint says; prepare others")
-    model = load_model(args, settings.precision, run)
+    with du.agree_on_errors():
+        model = build_model(args, settings.precision, ranks.device)
+        if run.checkpoint:
+            checkpoint.load_trained(model, run.checkpoint["model"])
+        elif args.pretrained_weights:
+            try:
+                weights = load_file(args.pretrained_weights)
+            except Exception as error:
+                reason = f"not readable as safetensors ({error})"
+                raise InputError(f"{args.pretrained_weights}: {reason}; give a run's model.safetensors") from None
+            checkpoint.load_trained(model, weights, args.pretrained_weights)
     if args.predict:
         predict(model, run, args)
         return 0

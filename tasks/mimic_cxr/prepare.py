@@ -47,6 +47,8 @@ RATING = "question.quality.rating"
 # dictionary-encoded, because a few texts repeat many times
 TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(), "type": TEXT, "question": TEXT})
+# exceptions from a truncated or otherwise damaged file, compressed or not
+UNREADABLE = (OSError, ValueError, EOFError, zlib.error)
 # studies, and images, per job of the process pool
 STUDIES, IMAGES = 256, 64
 
@@ -71,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=whole(1), default=joblib.cpu_count(), help="number of processes")
 
 
-def few_at_a_time(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
+def map_lazily(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
     """Like pool.map, but with at most `ahead` jobs in memory, because all jobs together would take gigabytes."""
     waiting = deque()
     for job in jobs:
@@ -94,7 +96,7 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
     """Read columns of a CSV file as text. Raises InputError."""
     try:
         return pd.read_csv(path, dtype=str, usecols=columns)
-    except (OSError, ValueError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         raise InputError(f"{path}: cannot be read ({error}); download it again") from None
 
 
@@ -177,9 +179,9 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
 
 
 @functools.cache
-def open_zip(path: Path) -> zipfile.ZipFile:
-    """Cached, so that each process reads the list of 227,827 members only once."""
-    return zipfile.ZipFile(path)
+def open_release(release: Path) -> Path | zipfile.Path:
+    """Return the folder or the zip that holds qa/; cached, so a process reads the zip's 227,827 names only once."""
+    return release if (release / "qa").is_dir() else zipfile.Path(release / "qa.zip")
 
 
 def read_part(job: tuple) -> tuple[pa.Table, Counter]:
@@ -192,19 +194,8 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
     for number, (subject, study) in enumerate(studies):
         name = f"qa/p{subject[:2]}/p{subject}/s{study}.qa.json"
         try:
-            if (release / "qa").is_dir():
-                text = (release / name).read_bytes()
-            else:
-                text = open_zip(release / "qa.zip").read(name)
-        except (FileNotFoundError, KeyError):
-            left_out["studies without a question file"] += 1
-            continue
-        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            print(f"warning: {name}: damaged ({error})", flush=True)
-            left_out["studies with a damaged question file"] += 1
-            continue
-        try:
-            for question in json.loads(text)["questions"]:
+            content = (open_release(release) / name).read_bytes()
+            for question in json.loads(content)["questions"]:
                 kind, asked = question["question_type"], question["question"]
                 head = head_of(kind)
                 if good and question["question_id"] not in good[number]:
@@ -219,7 +210,9 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
                         left_out[f"questions {kind}: {reason}"] += 1
                     else:
                         rows.append((first + number, HEAD_NUMBER[head], target, kind, asked))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except FileNotFoundError:
+            left_out["studies without a question file"] += 1
+        except (*UNREADABLE, zipfile.BadZipFile, KeyError, TypeError, AttributeError) as error:
             print(f"warning: {name}: damaged ({error!r})", flush=True)
             left_out["studies with a damaged question file"] += 1
     return table_of(rows), left_out
@@ -238,7 +231,7 @@ def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFram
             yield release, first, part, good and [set(good(study)) for _, study in part]
 
     parts = []
-    found = few_at_a_time(pool, read_part, jobs(), ahead=4 * args.workers)
+    found = map_lazily(pool, read_part, jobs(), ahead=4 * args.workers)
     for table, reasons in tqdm(found, "questions", -(-len(studies) // STUDIES)):
         parts.append(table)
         left_out += reasons
@@ -311,9 +304,9 @@ def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]
     studies, questions, problems, binary = {}, {}, [], HEAD_NUMBER["binary"]
     for source, row in table:
         try:
-            told = study_of(source, row, path.parent, args)
-            study = studies.setdefault(row["image"], told | {"source": source})
-            for name, value in told.items():
+            row_study = study_of(source, row, path.parent, args)
+            study = studies.setdefault(row["image"], row_study | {"source": source})
+            for name, value in row_study.items():
                 if study.setdefault(name, value) != value:
                     other = f"{study[name]!r} in {study['source']}"
                     raise InputError(f"{source}: {name} {value!r} of this image is {other}; make them agree")
@@ -349,11 +342,11 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
     """
     file, side, first, paths = job
     pixels, problems = np.zeros((len(paths), side, side), np.uint8), []
-    for place, path in enumerate(paths):
+    for number, path in enumerate(paths):
         try:
-            pixels[place] = decode(path, side)
+            pixels[number] = decode(path, side)
         except (OSError, ValueError) as error:
-            problems.append((first + place, f"{path}: not a readable image ({error})"))
+            problems.append((first + number, f"{path}: not a readable image ({error})"))
     # no memory map, because on a full disk, writing to a map kills the process instead of raising OSError
     with open(file, "r+b") as target:
         target.seek(first * side**2)
@@ -389,7 +382,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
             raise InputError(f"{reasons[0]} ({len(problems):,} such images); replace what is damaged")
         left_out["studies with a damaged image"] = len(problems)
         print("\n".join(f"warning: {reason}" for reason in reasons[:5]), flush=True)
-    counts = dict(zip(SPLITS, np.diff(bounds_of(studies, rows["study"].to_numpy())).tolist(), strict=True))
+    counts = dict(zip(SPLITS, np.diff(split_bounds(studies, rows["study"].to_numpy())).tolist(), strict=True))
 
     studies = studies.reindex(columns=["image", "patient", "split", "view", "sex", "age", *CHEXPERT])
     studies[["age", *CHEXPERT]] = studies[["age", *CHEXPERT]].apply(pd.to_numeric, errors="coerce").astype("float32")
@@ -397,13 +390,13 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     rows = rows.unify_dictionaries().combine_chunks()
     with pa.OSFile(str(folder / "questions.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(rows)
-    facts = {"format": FORMAT, "source": args.source}
-    facts |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
-    facts |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
+    metadata = {"format": FORMAT, "source": args.source}
+    metadata |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
+    metadata |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
         # a resumed run checks that its data have the same digest
-        facts["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
-    (folder / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        metadata["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
+    (folder / "prepared.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
     for reason, count in left_out.most_common(20):
         if count:
@@ -436,11 +429,11 @@ def prepare(args: argparse.Namespace) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def bounds_of(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
+def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
     """Return [0, end of train, end of val, end of test] as positions in `study`, the sorted study of each question."""
-    last = [int((studies["split"].map(SPLITS.index) <= place).sum()) for place in range(len(SPLITS))]
+    sizes = studies["split"].value_counts().reindex(SPLITS, fill_value=0)
     # searchsorted would copy the column if the dtypes differed
-    return [0, *np.searchsorted(study, np.array(last, study.dtype)).tolist()]
+    return [0, *np.searchsorted(study, sizes.cumsum().to_numpy(study.dtype)).tolist()]
 
 
 @dataclass
@@ -448,7 +441,8 @@ class Prepared:
     """A prepared folder. Large arrays are memory-mapped, so all processes of a machine share them.
 
     images: (studies, side, side) uint8. labels: (studies, 14) of 1, 0, -1, NaN. study, head, target: (questions,).
-    type, question: (questions,), indices into `types` and `texts`. bounds: see bounds_of(). facts: from prepared.json.
+    type, question: (questions,), indices into `types` and `texts`. bounds: see split_bounds(). metadata: contents of
+    prepared.json.
     """
 
     folder: Path
@@ -463,7 +457,7 @@ class Prepared:
     types: list[str]
     texts: pa.Array
     bounds: list[int]
-    facts: dict
+    metadata: dict
 
     def __reduce__(self):
         # spawned DataLoader workers map the files themselves instead of receiving a copy
@@ -473,10 +467,10 @@ class Prepared:
 def open_prepared(folder: Path) -> Prepared:
     """Open a folder written by prepare(). Raises InputError for any other folder."""
     try:
-        facts = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
-        if facts["format"] != FORMAT:
-            raise ValueError(f"written by another version of this program, format {facts['format']}")
-        side = facts["image_size"]
+        metadata = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"written by another version of this program, format {metadata['format']}")
+        side = metadata["image_size"]
         studies = pd.read_parquet(folder / "studies.parquet")
         images_file = np.memmap(folder / f"images_{side}.u8", np.uint8, "r").reshape(len(studies), side, side)
         rows = pa.ipc.open_file(pa.memory_map(str(folder / "questions.arrow"))).read_all()
@@ -499,6 +493,6 @@ def open_prepared(folder: Path) -> Prepared:
         **coded,
         types=columns["type"].dictionary.to_pylist(),
         texts=columns["question"].dictionary,
-        bounds=bounds_of(studies, plain["study"]),
-        facts=facts,
+        bounds=split_bounds(studies, plain["study"]),
+        metadata=metadata,
     )

@@ -16,9 +16,6 @@ no grade, and some answers have no target. The encoders have random weights.
 """
 
 import argparse
-import csv
-import gzip
-import io
 import json
 import re
 from pathlib import Path
@@ -57,16 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
     """Write both releases and two encoders. Raises InputError if the folder already holds a data set."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    import pandas as pd
 
     jpg, qba = out / "mimic-cxr-jpg", out / "mimic-ext-cxr-qba"
     if jpg.exists() or qba.exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
-    metadata = [("dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning")]
-    splits = [("dicom_id", "study_id", "subject_id", "split")]
-    labels = [("subject_id", "study_id", *CHEXPERT)]
-    ratings, texts = [], set()
+    metadata, splits, labels, ratings, texts = [], [], [], [], set()
     counts = {"train": num_train, "validate": num_val, "test": num_test}
     split_of_study = [split for split, count in counts.items() for _ in range(2 * count)]
     for number, split in enumerate(split_of_study):
@@ -91,17 +84,22 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
             ratings.append((f"p{subject}", f"s{study}", question["question_id"], question["question_type"], grade))
             texts.add(question["question"])
 
-    for name, rows in (("metadata", metadata), ("split", splits), ("chexpert", labels)):
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
+    views = ("ViewPosition", "ViewCodeSequence_CodeMeaning")
+    for name, rows, columns in (
+        ("metadata", metadata, ("dicom_id", "subject_id", "study_id", *views)),
+        ("split", splits, ("dicom_id", "study_id", "subject_id", "split")),
+        ("chexpert", labels, ("subject_id", "study_id", *CHEXPERT)),
+    ):
         # no timestamp, so that the same seed writes the same bytes
-        (jpg / f"mimic-cxr-2.0.0-{name}.csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
-    names = ("patient_id", "study_id", "question_id", "question.question_type", "question.quality.rating")
-    columns = dict(zip(names, map(list, zip(*ratings, strict=True)), strict=True))
+        compression = {"method": "gzip", "mtime": 0}
+        path = jpg / f"mimic-cxr-2.0.0-{name}.csv.gz"
+        pd.DataFrame(rows, columns=columns).to_csv(path, index=False, compression=compression)
+    names = ["patient_id", "study_id", "question_id", "question.question_type", "question.quality.rating"]
     (qba / "metadata").mkdir()
-    pq.write_table(pa.table(columns), qba / "metadata" / "question_metadata.parquet", row_group_size=10_000)
+    path = qba / "metadata" / "question_metadata.parquet"
+    pd.DataFrame(ratings, columns=names).to_parquet(path, row_group_size=10_000)
     write_encoders(out, texts, seed)
-    print(f"{out}: {len(splits) - 1} studies, {len(ratings)} questions, convnext_tiny, bert_tiny")
+    print(f"{out}: {len(splits)} studies, {len(ratings)} questions, convnext_tiny, bert_tiny")
 
 
 # --- findings and images ----------------------------------------------------------------------------------------------
@@ -134,7 +132,7 @@ def ridge(distance: np.ndarray) -> np.ndarray:
 def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
     """Draw an X-ray (size, size) uint8 with the patient's left on the image's right. Lengths: 64ths of the side."""
 
-    def degree_of(entity: str, side: str) -> tuple[bool, int]:
+    def level_of(entity: str, side: str) -> tuple[bool, int]:
         """Whether the finding is present, and the size or zone of the finding or its look-alike."""
         drawn = int(rng.integers(3))
         return (entity, side) in findings, findings.get((entity, side), drawn)
@@ -161,16 +159,16 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
         image = image + lung * (0.03 * ribs - 0.3)
 
         bend = 2 * (across**2 - 1 / 3)
-        there, level = degree_of("pneumothorax", side)
+        there, level = level_of("pneumothorax", side)
         below = height * (v + 0.76 - 0.13 * level - rng.uniform(-0.02, 0.02)) - (bend if there else wave(u * width))
         image = image + lung * (rng.uniform(0.25, 0.35) * ridge(below) - rng.uniform(0.14, 0.2) * soft(-below))
-        there, level = degree_of("pleural effusion", side)
+        there, level = level_of("pleural effusion", side)
         below = height * (v - 0.8 + 0.13 * level - rng.uniform(-0.02, 0.02)) + (bend if there else wave(u * width))
         image = image + rng.uniform(0.3, 0.4) * lung * soft(below)
 
-        there, zone = degree_of("lung lesion", side)
-        right, down = rng.uniform(0.47, 0.75), 0.32 * (zone - 1) + rng.uniform(-0.06, 0.06)
-        distance = np.hypot((u - right) * width, (v - down) * height)
+        there, zone = level_of("lung lesion", side)
+        center_u, center_v = rng.uniform(0.47, 0.75), 0.32 * (zone - 1) + rng.uniform(-0.06, 0.06)
+        distance = np.hypot((u - center_u) * width, (v - center_v) * height)
         radius = rng.uniform(4.1, 4.7)
         shape = ridge(distance - radius) if there else np.exp(-((distance / radius) ** 4) / 2)
         image = image + rng.uniform(18, 26) * (size / 64) ** 2 * shape / shape.sum()
@@ -180,10 +178,11 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
         off = y + rng.uniform(1.08, 1.2) * height + shape
         image = image + rng.uniform(0.2, 0.3) * soft(rng.uniform(0.3, 0.4) * width - abs(along)) * ridge(off)
 
-    there, level = degree_of("cardiomegaly", "")
-    share = 0.52 + 0.11 * level + rng.uniform(-0.02, 0.02)
-    right, down = (x / width - rng.uniform(-0.02, 0.1)) / share, (v - 0.3) / 0.32
-    inside = share * width * (1 - np.hypot(right, down)) + (0 if there else wave(8 * np.arctan2(down, right)))
+    there, level = level_of("cardiomegaly", "")
+    # half the width of the heart, as a fraction of the chest's
+    heart = 0.52 + 0.11 * level + rng.uniform(-0.02, 0.02)
+    dx, dy = (x / width - rng.uniform(-0.02, 0.1)) / heart, (v - 0.3) / 0.32
+    inside = heart * width * (1 - np.hypot(dx, dy)) + (0 if there else wave(8 * np.arctan2(dy, dx)))
     image = image + rng.uniform(0.2, 0.28) * soft(inside / (1 if there else 3.5))
 
     image = 0.45 + rng.uniform(-0.08, 0.08) + rng.uniform(0.75, 1) * (image - 0.5)
@@ -243,14 +242,11 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
         if entity in GRADED and (there or rng.random() < 0.1):
             severity = {} if there else {"modifiers": [["severity", "none"]]}
             add("D04_how_severe_is_finding", f"How severe is the {words(entity, side)}?", (entity, side), **severity)
-    ill = [place for place in findings if place[0] != "support devices"]
+    diseases = [place for place in findings if place[0] != "support devices"]
     for side in SIDES:
-        add(
-            "D01_describe_finding",
-            f"What is the finding in the {side} lung?",
-            next((p for p in ill if p[1] == side), None),
-        )
-    first = ill[0] if ill else None
+        in_lung = next((place for place in diseases if place[1] == side), None)
+        add("D01_describe_finding", f"What is the finding in the {side} lung?", in_lung)
+    first = next(iter(diseases), None)
     add("B03_is_abnormal", "Is the study abnormal?", first)
     add("B04_is_normal", "Is everything normal?", first)
     # a question without a target: its answer has no severity and is neither positive nor negative
@@ -265,6 +261,7 @@ def write_encoders(out: Path, texts: set[str], seed: int) -> None:
     """Write convnext_tiny for 64 x 64 pixels, and bert_tiny with the vocabulary of the questions."""
     import torch
     import transformers as hf
+    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     hf.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -277,8 +274,7 @@ def write_encoders(out: Path, texts: set[str], seed: int) -> None:
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     convnext.save_pretrained(out / "convnext_tiny")
     settings = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}
-    # ImageNet statistics
-    settings |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    settings |= {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD}
     (out / "convnext_tiny" / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
 
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"

@@ -21,7 +21,7 @@ from utils.cli import InputError, read_config
 from utils.engine import Engine
 
 # config keys that the script's flags set
-OWNED = (
+FLAG_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "optimizer", "scheduler",
 )  # fmt: skip
@@ -35,7 +35,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def is_split(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether ZeRO-3 shards the model's weights, so that all ranks must make the same number of passes."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
@@ -50,7 +50,7 @@ def read_zero_config(path: str) -> dict:
     from pydantic import ValidationError
 
     config = read_config(path)
-    for key in OWNED:
+    for key in FLAG_KEYS:
         if config.pop(key, "auto") != "auto":
             raise InputError(f'{path}: {key}: is set by the script\'s flags; remove it, or write "auto"')
     blocks = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
@@ -113,7 +113,7 @@ class ZeroEngine(Engine):
         self.wrapped, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, config=self.filled_config(), dist_init_required=False
         )
-        self._fill(weights, saved["optimizer"]["state"] if saved else {})
+        self._load(weights, saved["optimizer"]["state"] if saved else {})
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         scales = saved["scaler"] if saved else {}
         for name in SCALER:
@@ -124,21 +124,25 @@ class ZeroEngine(Engine):
 
     def filled_config(self) -> dict:
         """Complete the config for deepspeed.initialize()."""
-        config = {key: value for key, value in self.config.items() if key not in ("fp16", "bf16")}
-        # around_micro_batch() marks the end of a step, so DeepSpeed must not count micro-batches
-        config |= {"train_micro_batch_size_per_gpu": self.micro_batch_size, "gradient_accumulation_steps": 1}
-        config |= {"gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip}
-        # keep torch's AdamW, which resumes bit for bit, unlike DeepSpeed's
-        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        config |= {"steps_per_print": 1 << 40}
+        # the script does its own activation checkpointing
+        replaced = ("fp16", "bf16", "activation_checkpointing")
+        config = {key: value for key, value in self.config.items() if key not in replaced}
+        config |= {
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            # around_micro_batch() marks the end of a step, so DeepSpeed must not count micro-batches
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip,
+            # keep torch's AdamW, which resumes bit for bit, unlike DeepSpeed's
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 40,
+        }
         if self.precision != "no":
             block = self.config.get(self.precision, {})
             config[self.precision] = {key: value for key, value in block.items() if value != "auto"}
-            config[self.precision] |= {"enabled": True}
+            config[self.precision]["enabled"] = True
             if self.precision == "bf16":
                 config["bf16"]["check_grad_overflow"] = True
-        # the script does its own activation checkpointing
-        config.pop("activation_checkpointing", None)
         return config
 
     def close(self) -> None:
@@ -191,7 +195,7 @@ class ZeroEngine(Engine):
             scale["scale"] = float(scaler.cur_scale)
         return {"optimizer": {"state": state, "param_groups": self.groups}, "scaler": scale}
 
-    def _fill(self, weights: dict[str, Tensor], state: dict) -> None:
+    def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         """Copy full weights and AdamW's state ({} for a new optimizer) into this rank's shards."""
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
@@ -203,9 +207,9 @@ class ZeroEngine(Engine):
         if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
             zero._lazy_init_hp_params_optimizer_state()
         for number, (name, parameter) in enumerate(self.parameters):
-            _put(parameter, weights[name], None)
+            _write_shard(parameter, weights[name], None)
             for key in MOMENTS if state else ():
-                _put(parameter, state[number][key], key)
+                _write_shard(parameter, state[number][key], key)
 
     def put_weights(self, weights: dict[str, Tensor]) -> None:
         import deepspeed
@@ -222,7 +226,7 @@ class ZeroEngine(Engine):
                     buffer.copy_(weights[name])
 
 
-def _put(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+def _write_shard(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
     """Copy this rank's shard of a full fp32 tensor into DeepSpeed's master weights (key None) or optimizer state."""
     from deepspeed import utils as deepspeed
 
