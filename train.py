@@ -23,7 +23,6 @@ MODEL_FLAGS = tuple(
     "model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward encoder_n_layer n_latent n_transit shift from_start "
     "max_compression_depth objective split_seed env".split()
 )
-# agents per task in validation
 VAL_AGENTS = 5
 # component of the agents' random seeds that separates them from other uses of --seed
 ACTING = 5
@@ -187,7 +186,6 @@ class InContextNet(nn.Module):
                 layer.compile(dynamic=True)
 
     def encode(self, cells: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """Encode cells (B, N) as features (B, N, F): coordinates, or one-hot coordinates moved by shift (B, 2)."""
         coordinates = self.coordinates[cells]
         if self.codes:
             moved = coordinates + shift[:, None, : coordinates.shape[-1]]
@@ -195,7 +193,6 @@ class InContextNet(nn.Module):
         return coordinates.to(dtype)
 
     def embed_transitions(self, cells: Tensor, rewards: Tensor, shift: Tensor, first: int = 0) -> Tensor:
-        """Embed transitions, given as (cell, action, next cell) (B, N, 3) and rewards (B, N), as tokens (B, N, D)."""
         cell, action, next_cell = cells.long().unbind(-1)
         state, next_state = (self.encode(each, shift, rewards.dtype) for each in (cell, next_cell))
         action = F.one_hot(action, self.actions).to(rewards.dtype)
@@ -203,13 +200,12 @@ class InContextNet(nn.Module):
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def embed_queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
-        """Embed cells to act in (B, N) as queries (B, N, D), each at the position of its later transition."""
+        """Embed cells to act in (B, N) as queries (B, N, D), each at the position that its transition will take."""
         cells = cells.long()
         embedded = self.embed_query(self.encode(cells, shift, self.positions.dtype) if self.codes else cells)
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def compress(self, latents: Tensor | None, tokens: Tensor) -> Tensor:
-        """Compress the tokens of a full context and the previous latents (B, n_latent, D), if any, into new latents."""
         memory = tokens if latents is None else torch.cat([latents, tokens], 1)
         x = self.latents.expand(len(tokens), -1, -1)
         for layer in self.encoder:
@@ -217,7 +213,6 @@ class InContextNet(nn.Module):
         return self.encoder_norm(x)
 
     def decode(self, x: Tensor, mask: Tensor | None, cache: list[Tensor] | None = None, cached: int = 0) -> Tensor:
-        """Run the decoder on x (B, N, D). cache: one tensor per layer, see Layer.forward."""
         for number, layer in enumerate(self.layers):
             x = layer(x, mask=mask, cache=cache and cache[number], cached=cached)
         return x
@@ -233,7 +228,6 @@ class InContextNet(nn.Module):
         context = self.embed_transitions(cells[:, -1], rewards[:, -1], shift)
         parts = [context, self.embed_queries(cells[:, -1, :, 0], shift)]
         if self.n_latent:
-            # samples without a past get zero latents, which the mask hides
             latents = self._compress_blocks(cells, rewards, shift, batch["compressed"])
             latents = F.pad(latents, (0, 0, 0, 0, 0, len(cells) - len(latents)))
             parts.insert(0, latents.to(context.dtype))
@@ -297,7 +291,7 @@ class Agents:
     """
 
     def __init__(self, model: InContextNet, count: int, forget: int):
-        """model: in float64. forget: transitions that a model without compression drops when its context is full."""
+        """forget: transitions that a model without compression drops when its context is full."""
         self.model, self.forget = model, forget
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
@@ -324,7 +318,6 @@ class Agents:
         return self.model.head(x[:, -1])
 
     def observe(self, cell: Tensor, action: Tensor, next_cell: Tensor, reward: Tensor) -> None:
-        """Append each agent's transition, given as (count,) tensors; compress or shorten a full context."""
         self.cells[:, self.length] = torch.stack([cell, action, next_cell], 1)
         self.rewards[:, self.length] = reward
         self.length += 1
@@ -426,10 +419,7 @@ def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, p
 def test(
     model: InContextNet, unseen: SegmentDataset, baseline_run: dict, run: Run, precision: str, args: Namespace
 ) -> dict:
-    """All ranks: test on the unseen tasks, print the table, save the figure, and return {metric: value}.
-
-    baseline_run: return curve of --rival_run, or {}.
-    """
+    """All ranks: test on the unseen tasks, print the table, save the figure, and return {metric: value}."""
     env, tasks = unseen.histories.env, unseen.tasks.tolist()
     returns, path = act_in_context(model, env, tasks, args.eval_seeds, args.eval_episodes, run, args)
     measured = action_accuracy(model, unseen, run, precision, args.test_batch_size)
@@ -461,7 +451,6 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
-    """Return `size` synthetic segments with full contexts and `depth` blocks to compress."""
     depth = depth if model.n_latent else 0
     shape, zeros = (size, depth + 1, model.n_transit), torch.zeros(size, dtype=torch.long)
     batch = {"cells": torch.zeros(*shape, 3, dtype=torch.int16), "rewards": torch.zeros(shape), "depth": zeros + depth}
@@ -470,14 +459,12 @@ def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
 
 
 def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
-    """Run the forward and backward pass of a micro-batch; the gradients stay in the model."""
     device = next(model.parameters()).device
     precision, _ = choose_precision(args.mixed_precision, device)
     action_losses(model, du.to_device(batch, device), precision)[0].mean().backward()
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, then test the best checkpoint, or only test with --eval_only; return a stop signal's exit code, or 0."""
     check_accelerate(args.gradient_accumulation_steps)
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
     # guide 4 shows this output
@@ -489,7 +476,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         du.print_main(f"Process {rank} using device: {device}")
 
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # a checkpoint overrides the model flags
     args = run.args
     with du.agree_on_errors():
         histories = Histories(args.data, args.env, args.objective, args.seed)
@@ -497,7 +483,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             raise InputError(f"--n_transit {args.n_transit}: more than the {histories.steps} steps of the histories")
         if args.shift and not histories.env.is_grid:
             raise InputError(f"--shift {args.shift}: {histories.env.name} is no room; leave it out")
-        # without --env, the file determines the environment
         args = with_flags(args, env=histories.env.name)
         train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
         baseline_run = report.read_baseline_run(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}

@@ -83,7 +83,6 @@ class Stage:
 
     @property
     def halvings(self) -> int:
-        """Number of times the network halves the grid until no side exceeds token_grid; at least 1."""
         return max(1, math.ceil(math.log2(max(self.volume_size) / self.token_grid)))
 
     @property
@@ -118,7 +117,7 @@ def choose_stages(args: Namespace, given: set[str], in_config: set[str]) -> list
     """Complete the entries of --stage_configs, or the guide's stages if there are none. Raises ArgumentTypeError.
 
     Precedence: command line, entry, config file, flag's default, guide's stage. Without entries: command line, config
-    file, guide's stage, flag's default. given, in_config: flags set on the command line and in the config file.
+    file, guide's stage, flag's default.
     """
     guide = [asdict(stage) for stage in GUIDE]
     entries, first = args.stage_configs, given
@@ -283,7 +282,6 @@ def norm(channels: int) -> GroupNorm:
 
 
 def zeroed(layer: nn.Module) -> nn.Module:
-    """Zero a layer's weights and bias, so that it contributes nothing at first."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
@@ -297,7 +295,6 @@ def sinusoid(values: Tensor, dim: int) -> Tensor:
 
 
 def tokens_of(grid: Tensor) -> Tensor:
-    """Flatten features (B, channels, *grid) to tokens (B, N, channels)."""
     return grid.flatten(2).transpose(1, 2)
 
 
@@ -360,8 +357,6 @@ class Block(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """Residual block of two 3^3 convolutions; the condition shifts and scales the features between them."""
-
     def __init__(self, channels: int, condition: int):
         super().__init__()
         self.norm1, self.conv1 = norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
@@ -378,7 +373,7 @@ class StageInput(NamedTuple):
     """What a stage derives from the X-rays and the previous stage, without its own network.
 
     start: volume to which the network adds the residual; linear: linear posterior; both (B, 1, X, Y, Z). level (B,):
-    standard deviation of the noise in the start. rays: the X-rays as sums along rays.
+    standard deviation of the noise in the start.
     """
 
     start: Tensor
@@ -392,7 +387,6 @@ class StageNet(nn.Module):
 
     The voxels of each 2^3 cell become channels, because layers at full resolution would cost most of the memory and
     time. A convolutional U-Net surrounds the transformer, because tokens alone cannot represent the predicted noise.
-    Each view enters twice, lifted along its rays: as an image beside the noisy volume and as features on the tokens.
     """
 
     def __init__(self, stage: Stage, args: Namespace):
@@ -447,7 +441,6 @@ class StageNet(nn.Module):
             x = self.checkpointed(block, self.shrink[k - 1](x) if k else x, condition)
             skips.append(x)
 
-        # transformer input: volume tokens + X-ray features at the tokens' positions + position embedding
         lifted = sum(lift(features[:, view], view, self.grid) for view in views) / len(views)
         x = self.enter(tokens_of(x)) + self.to_tokens(tokens_of(lifted)) + self.position
         for block in self.blocks:
@@ -468,7 +461,6 @@ LAST_SHARE = 0.5
 PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
 # noise levels per validation patient
 LOSS_DRAWS = 4
-# rough mean and std of a torso CT scaled to [-1, 1]
 CT_MEAN, CT_STD = -0.75, 0.25
 
 
@@ -500,8 +492,6 @@ class Cascade(nn.Module):
     of the training patients, each later stage from the previous stage's volume on a finer grid; by default starts are
     corrected to agree with the X-rays. With v-parameterization, the network gets zeros at the last timestep instead of
     almost pure noise and learns to answer with the mean of all possible volumes, which has the best PSNR.
-
-    net: the network being trained. averaged: every stage's network with EMA weights, used in evaluations.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
@@ -543,16 +533,12 @@ class Cascade(nn.Module):
 
     @property
     def current(self) -> int:
-        """Index of the newest stage, which is being trained."""
         return len(self.averaged) - 1
 
     def stage_input(
         self, k: int, batch: dict, level: Tensor, stream: int | Tensor, previous: Tensor | None = None
     ) -> StageInput:
-        """Compute stage k's input, with noise of a level (B,) from a stream added to the previous stage's volume.
-
-        previous: that volume; default: the previous stage's one-step answer.
-        """
+        """Compute stage k's input, with noise of a level (B,) from a stream added to the previous stage's volume."""
         size = self.stages[k].volume_size
         if k and previous is None:
             previous = self.sample(batch, k, one_step=True)[-1]
@@ -569,7 +555,6 @@ class Cascade(nn.Module):
         return StageInput(start, linear, level, rays)
 
     def levels(self, timestep: Tensor) -> list[Tensor]:
-        """Levels of signal and noise at timesteps (B,), both (B, 1, 1, 1, 1)."""
         return [table[timestep][:, None, None, None, None] for table in (self.signal, self.noise)]
 
     def denoise(self, k: int, net: nn.Module, noisy: Tensor, timestep: Tensor, batch: dict, given: StageInput) -> tuple:
@@ -587,8 +572,7 @@ class Cascade(nn.Module):
     ) -> list[Tensor]:
         """Sample the volumes (B, 1, X, Y, Z) of the first `stages` stages, or of all, by DDIM (Song et al. 2021).
 
-        number: index of the sample, an int or (B,); together with the patient it determines the result. one_step:
-        return each network's answer at the last timestep.
+        number: index of the sample, an int or (B,); together with the patient it determines the result.
         """
         volumes: list[Tensor] = []
         every = self.args.num_timesteps // self.args.ddim_steps
@@ -629,7 +613,6 @@ def projection_error(volume: Tensor, batch: dict, greys: list[Grey]) -> Tensor:
 
 
 def volume_of(batch: dict) -> Tensor:
-    """True volumes (B, 1, X, Y, Z) in -1..1."""
     return normalise(batch["volume"].float())[:, None]
 
 
@@ -671,7 +654,6 @@ def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor |
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
-# HU ranges of tissues in the true volume
 TISSUES = {"lung": (-950, -500), "soft": (-200, 200), "bone": (200, 3000)}
 
 
@@ -692,7 +674,6 @@ def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
 
 
 def draw_samples(cascade: Cascade, batch: dict) -> Tensor:
-    """Draw K = --num_samples volumes of each patient: (K, B, 1, X, Y, Z)."""
     count = cascade.args.num_samples
     parts = [cascade.sample(part, number=number)[-1] for part, number in repeated(batch, count)]
     return torch.cat(parts).unflatten(0, (count, -1))
@@ -722,14 +703,11 @@ def start_error(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
     for batch in eval_batches(run, few, cascade):
         level = (batch["draws"][:, 2] * PREVIOUS_NOISE).float()
         start = cascade.stage_input(cascade.current, batch, level, 0).start
-        # rounded so that the sum is the same in any order
         total += du.round_for_exact_sum((start - volume_of(batch)).square().mean((1, 2, 3, 4))).sum().cpu()
     return max(0.005, math.sqrt(float(du.reduce_sum(total)) / len(few)))
 
 
 def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
-    """Metrics of each patient, (B,) each: PSNR (dB), SSIM, mean absolute error in HU (overall and by tissue), and root
-    mean square error of the projections in line integrals."""
     from monai.metrics import PSNRMetric, SSIMMetric
 
     true = volume_of(batch)
@@ -742,6 +720,7 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
         # NaN if the patient has no such tissue
         found[f"{name}_hu"] = (hu * inside).sum((1, 2, 3, 4)) / inside.sum((1, 2, 3, 4))
     for name, error, grey in zip(VIEWS, projection_error(volume, batch, greys).T, greys, strict=False):
+        # convert grey values to line integrals
         found[f"rays_{name}"] = error.sqrt() / abs(grey.slope)
     return found
 
@@ -773,8 +752,7 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float
 def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -> tuple[dict, Tensor | None]:
     """Reconstruct a batch by the cascade and by baselines that need no trained network.
 
-    prior_rays: Data.prior_rays(). Returns {row of the table: volumes (B, 1, X, Y, Z)} and the samples
-    (K, B, 1, X, Y, Z), if any.
+    Returns {row of the table: volumes (B, 1, X, Y, Z)} and the samples (K, B, 1, X, Y, Z), if any.
     """
     args, prior, samples = cascade.args, cascade.priors[cascade.current], None
     size = cascade.stages[cascade.current].volume_size
@@ -800,7 +778,6 @@ def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -
     sums = ray_sums(*xrays, size)
     for name, volume in baselines.items():
         rows[name] = volume
-        # weigh the volume against the X-rays by the variance between patients and the X-rays' noise
         rows[f"{name}, consistent"] = make_consistent(volume, sums, cascade.variance, corrections=30)
     nearest = torch.cdist(rays_of(*xrays, prior.grid), prior_rays).argmin(1).tolist()
     nearest = np.stack([data.volume(data.prior_patients[index], size) for index in nearest])
@@ -810,7 +787,7 @@ def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -
 
 @torch.no_grad()
 def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
-    """All ranks: evaluate the test patients, print the table and draw the figure. Returns {metric: mean}."""
+    """All ranks: evaluate the test patients, print the table and draw the figure."""
     args, size = cascade.args, cascade.stages[cascade.current].volume_size
     metrics, results, example, error = {}, {}, None, None
     if args.num_samples > 1:
@@ -855,7 +832,6 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
 def predict(cascade: Cascade, run: Run, extent: list[float]) -> None:
     """All ranks: write each patient's CT as NIfTI in HU to predictions/ in the run folder.
 
-    <id>.nii.gz is the one-step answer, <id>_sample.nii.gz a sample, <id>_std.nii.gz the samples' standard deviation.
     extent: the training patients' mean field of view in mm, because X-rays do not show it.
     """
     args, out = cascade.args, run.folder / "predictions"
@@ -890,7 +866,6 @@ def make_optimizer(cascade: Cascade, args: Namespace) -> torch.optim.Optimizer:
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> Cascade:
-    """Build all stages, the last one ready for training, with random weights and a placeholder prior."""
     grid = [min(PRIOR_SIDE, side) for side in args.stage_configs[-1]["volume_size"]]
     rays = sum((grid[0], grid[1])[: args.num_views]) * grid[2]
     # mean, basis, centre and gain
@@ -904,7 +879,6 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> Cascad
 
 
 def largest_batch(cascade: Cascade, size: int) -> dict:
-    """Synthetic micro-batch of the last stage."""
     args, row = cascade.args, torch.zeros(size, dtype=torch.long)
     xrays = torch.linspace(-1, 1, args.img_size).expand(size, args.num_views, args.img_size, -1)
     volume = torch.zeros(size, *cascade.net.size, dtype=torch.int16)
@@ -913,7 +887,6 @@ def largest_batch(cascade: Cascade, size: int) -> dict:
 
 
 def trial_step(cascade: Cascade, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch, including the earlier stages."""
     losses = patient_losses(cascade, cascade.net, du.to_device(batch, cascade.device))
     sum(losses).mean().backward()
 
@@ -923,7 +896,6 @@ PLATEAU = {"factor": 1.0, "best": math.inf, "waiting": 0}
 
 
 def update_plateau(plateau: dict, loss: float) -> None:
-    """Halve the learning rate's factor after more than 5 evaluations in a row without improvement."""
     plateau["waiting"] += 1
     if loss < plateau["best"] * (1 - 1e-4):
         plateau["waiting"] = 0
@@ -959,7 +931,6 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     """Train the stages one after another, then test. Returns the exit code of a stop signal, or 0.
 
     Steps and epochs count across stages, so the epoch identifies the stage. Each stage has its own best score.
-    described: the precision, for the banner.
     """
     saved = run.checkpoint or {"stage": 0, "plateau": PLATEAU}
     first, last_epochs = saved["stage"], [*accumulate(stage["num_epochs"] for stage in args.stage_configs)]
@@ -996,7 +967,6 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     plan = Plan(batch, begins[-1], ["loss", "diffusion_loss", "physics_loss"], invariants, banner)
 
     def state() -> dict:
-        """The script's entries of a checkpoint; `k` is the stage being trained."""
         return {
             "prior": prior.state(), "stds": cascade.stds, "stage": k, "stages": args.stage_configs,
             "plateau": plateau, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],
@@ -1071,7 +1041,6 @@ def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[
 
 
 def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
-    """--eval_only and --predict: test or predict with the checkpoint's stages."""
     saved = run.checkpoint
     if args.predict:
         # without a flag, assume that the X-rays are stored like those used in training

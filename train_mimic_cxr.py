@@ -32,17 +32,14 @@ from utils.cli import (
 FORMAT = "mimic_cxr/3"
 # flags that define the model; on resume their values come from the checkpoint
 MODEL_FLAGS = ("image_size",)
-# tokens per question; longer questions are truncated
 MAX_TOKENS = 128
 # the guide's encoders
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
 FUSION_LAYERS = 2
-# loss weight and hidden width of each head
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
 # training target for an uncertain CheXpert label (-1); None: no loss
 UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
-# default settings, if neither a flag, a file nor the hardware determines them
 DEFAULTS = {
     "batch_size": 16,
     "gradient_accumulation_steps": 1,
@@ -177,7 +174,6 @@ class FusionLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, text: Tensor, image: Tensor) -> Tensor:
-        """Let text tokens (B, T, dim) attend to image tokens (B, P, dim)."""
         attended, _ = self.attention(self.norm(text), image, image, need_weights=False)
         text = text + self.dropout(attended)
         return text + self.dropout(self.mlp(self.norm_mlp(text)))
@@ -189,7 +185,6 @@ class ChestModel(nn.Module):
     def __init__(
         self, image: nn.Module, text: nn.Module, tokenizer, mean: list, std: list, args: Namespace, precision: str
     ):
-        """mean, std: per channel, to normalize the image encoder's input."""
         super().__init__()
         self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
         self.side = args.image_size or 224
@@ -218,10 +213,7 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """Encode images (I, 1, S, S) in 0..255 as tokens or as a flattened feature map (I, P, width).
-
-        encoder: used instead of the model's own encoder; must be of the same kind.
-        """
+        """Encode images (I, 1, S, S) in 0..255 as tokens or as a flattened feature map (I, P, width)."""
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
@@ -280,7 +272,7 @@ def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
 
 
 def load_encoder(path: str, flag: str, **options) -> nn.Module:
-    """Load a Hugging Face encoder in fp32. options: config values; unknown ones are ignored. Raises InputError."""
+    """Load a Hugging Face encoder in fp32. Raises InputError."""
     from transformers import AutoConfig, AutoModel, utils
 
     utils.logging.set_verbosity_error()
@@ -411,7 +403,6 @@ class Questions(Dataset):
         return index
 
     def column(self, name: str) -> np.ndarray:
-        """A prepared column for all questions; for a complete split it is a view, which takes no memory."""
         column = getattr(self.data, name)
         return column[self.rows.start : self.rows.stop] if isinstance(self.rows, range) else column[self.rows]
 
@@ -452,7 +443,6 @@ class Questions(Dataset):
 
 
 def tokenize(tokenizer, texts: list[str]) -> dict[str, Tensor]:
-    """Return the token ids and the attention mask (B, T) of the texts."""
     tokens = tokenizer(
         texts, padding=True, pad_to_multiple_of=8, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
     )
@@ -528,8 +518,7 @@ def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> report.Rows:
     """All ranks: answer the questions; rank 0 gets {column: one value per question}, in order of the questions.
 
-    The values are the same at any number of ranks. predicted: class. probability: class probabilities of the
-    question's head, zero-padded. bce: sum over known labels. chexpert (N, 14): probabilities.
+    The values are the same at any number of ranks.
     """
     model.eval()
     own, width = defaultdict(list), max(map(len, HEADS.values()))
@@ -568,11 +557,7 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 
 @torch.no_grad()
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
-    """All ranks: compute features of these studies' images for the baselines; rank 0 gets {name: (N, D)}.
-
-    The names are those of report.IMAGE_FEATURES, and "encoder" for the mean features of the image encoder before
-    training.
-    """
+    """All ranks: compute features of these studies' images for the baselines; rank 0 gets {name: (N, D)}."""
     untrained = load_encoder(args.image_encoder, "--image_encoder").to(model.device).eval()
     own = defaultdict(list)
     for indices in EvalBatchSampler(len(studies), max(batch_size, 32), *du.world()):
@@ -602,7 +587,6 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
         questions = Questions(data, split, args, replacement=replacement, rows=np.array(sets[split].rows)[ablated])
         ablations[name] = ablated, answer_questions(model, questions, batch_size, run, args)
 
-    # baselines are fitted to all training questions, but only to some of the training images
     fitted, val = (Questions(data, name, args, report.MOST_FITTED).columns() for name in ("train", "val"))
     features, fitted_studies = {}, np.unique(fitted["study"])
     if len(fitted_studies) > 1:
@@ -630,7 +614,6 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
 
 
 def head_for(question: str) -> str:
-    """Choose the answer head for a question by its wording."""
     words = question.lower()
     if "how severe" in words or "severity" in words:
         return "severity"
@@ -679,7 +662,6 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
 
 
 def make_loader(data: Questions, model: ChestModel, batch_size: int, args: Namespace, **options) -> DataLoader:
-    """Create a loader for evaluation, or for training if train=True. options: see create_distributed_dataloader()."""
     if args.num_workers:
         options["prefetch_factor"] = args.prefetch_factor
     options = {"train": False, "seed": args.seed, "num_workers": args.num_workers} | options
@@ -688,7 +670,6 @@ def make_loader(data: Questions, model: ChestModel, batch_size: int, args: Names
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Fused AdamW without weight decay on norms and biases."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": args.weight_decay},
@@ -713,7 +694,6 @@ def largest_batch(model: ChestModel, size: int) -> dict:
 
 
 def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
-    """Run one micro-batch forward and backward; the gradients stay in the model."""
     counts = [len(batch["ids"])] * (len(HEADS) + 1)
     batch_loss(model.train(), du.to_device(batch, model.device), counts, args.chexpert_weight)[0].backward()
 
@@ -775,7 +755,6 @@ def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
 
 
 def read_deepspeed_config(args: Namespace) -> dict:
-    """Read --deepspeed_config unchanged, or our default file adapted to the flags."""
     if args.deepspeed_config:
         config = zero.read_zero_config(args.deepspeed_config)
     else:
@@ -806,7 +785,7 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 class Settings:
     """Settings from flags, files and hardware, chosen before data and model are loaded.
 
-    args: the completed flags. config: DeepSpeed's, {} without DeepSpeed. banner: lines to print.
+    config: DeepSpeed's, {} without DeepSpeed.
     """
 
     args: Namespace
@@ -829,7 +808,6 @@ def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
             offloaded = ", optimizer on the CPU" if "offload_optimizer" in block else ""
             engine = f"DeepSpeed ZeRO-{block['stage']}{offloaded}"
     if args.deepspeed_config and args.gradient_checkpointing is None:
-        # the user's DeepSpeed config decides on activation checkpointing
         chosen["gradient_checkpointing"] = "activation_checkpointing" in config
     args = with_flags(args, **chosen)
     precision, described = set_precision(wanted_precision(args, config, ranks.device), ranks.device, args.deterministic)
@@ -914,7 +892,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """All ranks: train, evaluate (--eval_only) or predict (--predict). Returns the exit code."""
+    """All ranks: train, evaluate (--eval_only) or predict (--predict)."""
     settings = choose_settings(args, ranks)
     args, data = settings.args, None
     # training writes nothing until Training is constructed, so earlier errors leave the run folder unchanged

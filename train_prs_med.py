@@ -247,7 +247,6 @@ class PRSMed(nn.Module):
 
     @torch.no_grad()
     def answer(self, batch: dict, max_new_tokens: int) -> list[str]:
-        """Generate answers to a batch's questions by greedy decoding."""
         prompt, processor = batch["prompt"], self.processor
         padding = prompt < 0
         with autocast(self.device, self.precision):
@@ -265,8 +264,6 @@ class PRSMed(nn.Module):
 
 
 class NoCache(DynamicCache):
-    """A key-value cache that stores nothing and returns the keys and values of the current forward pass."""
-
     def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
         return keys, values
 
@@ -365,7 +362,6 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
 
 
 def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module:
-    """Add fp32 LoRA matrices to the VLM's language model and freeze all other weights."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
@@ -431,9 +427,8 @@ def load_weights(model: PRSMed, saved: dict) -> None:
 class Processor:
     """Converts questions, answers and images to the inputs of a VLM and a SAM encoder.
 
-    image_token: id of <image>. image_tokens: tokens per image. image_span: where they start and end in a prompt.
-    image_size: side of SAM's input and the masks. vlm_size: side of the VLM's input. statistics: mean and standard
-    deviation for each encoder.
+    image_token: id of <image>. image_span: where the image's tokens start and end in a prompt. image_size: side of
+    SAM's input and the masks. statistics: mean and standard deviation for each encoder.
     """
 
     tokenizer: object
@@ -467,10 +462,7 @@ class Processor:
 
 
 class DecodedFiles:
-    """Cache of decoded files, uint8 (length,) each, shared by all ranks and workers of a machine.
-
-    There is no cache if all files together exceed most_bytes.
-    """
+    """Cache of decoded files, uint8 (length,) each, shared by all ranks and workers of a machine."""
 
     def __init__(self, keys: list[str], length: int, most_bytes: float):
         self.index_of = {key: index for index, key in enumerate(dict.fromkeys(keys))}
@@ -480,7 +472,6 @@ class DecodedFiles:
         self.records = None if shared is None else shared.reshape(-1, length + 1)
 
     def get(self, key: str, decode, file: str) -> np.ndarray:
-        """Return the record of `key`; decode(file) fills it on the first call on this machine."""
         if self.records is None:
             return decode(file)
         record = self.records[self.index_of[key]]
@@ -493,9 +484,8 @@ class DecodedFiles:
 class PositionData(Dataset):
     """Rows as uint8 images at both encoders' sizes, bool mask, token ids and true position.
 
-    An empty path gives a blank image or mask. caches: of decoded images and masks. augmented: whether images are
-    augmented. reword, absent: shares of questions that are reworded, or ask about a structure of another modality.
-    seed: of all three.
+    An empty path gives a blank image or mask. reword, absent: shares of questions that are reworded, or ask about a
+    structure of another modality.
     """
 
     def __init__(
@@ -516,7 +506,7 @@ class PositionData(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        """Return a row's tensors. An unreadable file is left blank and reported in `error`, which stops all ranks."""
+        """An unreadable file is left blank and reported in `error`, which stops all ranks."""
         row, side, small = self.row_in_epoch(index), self.processor.image_size, self.processor.vlm_size
         images, masks = self.caches
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
@@ -543,7 +533,6 @@ class PositionData(Dataset):
         return item | {"prompt": prompt, "answer": answer, "position": position}
 
     def row_in_epoch(self, index: int) -> Row:
-        """Return the row; in training, its question may be reworded or replaced in this epoch."""
         row = self.rows[index]
         if not row.names or not (self.reword or self.absent):
             return row
@@ -569,7 +558,6 @@ class PositionData(Dataset):
 
 
 def blank_item(processor: Processor, prompt: list[int], answer: list[int]) -> dict:
-    """An item of PositionData with a black image and an empty mask."""
     item = {"index": 0, "identity": "", "position": None, "prompt": prompt, "answer": answer, "error": ""}
     for name, side in (("sam", processor.image_size), ("vlm", processor.vlm_size)):
         item[name] = torch.zeros(3, side, side, dtype=torch.uint8)
@@ -581,13 +569,12 @@ def collate(processor: Processor, items: list[dict]) -> dict:
 
     sam, vlm: the distinct images; image_of: each row's index into them. ids: prompt and answer, padded on the right,
     where causal attention never looks. prompt: the prompt alone, padded with -1 on the left for generation. words:
-    indices of the prompt's text. answer: the answer's tokens; answer_at: indices of the hidden states that predict
-    them, starting at the prompt's last token.
+    indices of the prompt's text. answer_at: indices of the hidden states that predict the answer, starting at the
+    prompt's last token.
     """
     first, last = processor.image_span
     prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
     pairs = list(zip(prompts, answers, strict=True))
-    # the first item with each image
     distinct: dict[str, dict] = {}
     for item in items:
         distinct.setdefault(item["identity"], item)
@@ -609,7 +596,6 @@ def collate(processor: Processor, items: list[dict]) -> dict:
 
 
 def pad(rows: list, value: int, side: str = "right") -> Tensor:
-    """Stack rows as int64 (B, longest), padded with `value` on the right or left (`side`)."""
     tensors = [torch.tensor([*row], dtype=torch.long) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
@@ -617,7 +603,7 @@ def pad(rows: list, value: int, side: str = "right") -> Tensor:
 def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tuple:
     """Apply one random affine transform to both images (3, S, S) and the mask (S, S), and change contrast and gamma.
 
-    There is no mirroring, because answers name sides. A transform that leaves no foreground is not applied.
+    There is no mirroring, because answers name sides.
     """
     angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
     (x, y), gain, gamma = rng.uniform(-0.08, 0.08, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
@@ -653,7 +639,6 @@ def read_data(args: Namespace, needed: str) -> list[Row]:
 
 
 def make_sets(rows: list[Row], processor: Processor, args: Namespace) -> dict[str, PositionData]:
-    """Make a data set for each split that has rows; the splits share the caches."""
     length = 3 * (processor.image_size**2 + processor.vlm_size**2)
     images = DecodedFiles([row.identity for row in rows], length, args.cache_gb * 2**30)
     masks = DecodedFiles([row.mask for row in rows], processor.image_size**2 + 1, args.cache_gb * 2**30)
@@ -700,9 +685,7 @@ def count_answer_tokens(batches: list[dict]) -> list[float]:
 def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) -> tuple[list[dict], dict]:
     """All ranks: return the scores of every row, in row order, and a few example masks for the figure.
 
-    dice, iou: at image_size; 1 if both masks are empty. position_accuracy_mask: whether the predicted mask lies at the
-    true position; None if the true mask is empty. hd95: MONAI's 95 % Hausdorff distance in pixels; the image's diagonal
-    if only one mask is empty.
+    dice, iou: at image_size; 1 if both masks are empty.
     """
     model.eval()
     scores, examples = {}, {}
@@ -755,10 +738,7 @@ def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_
 
 
 def merge_lora(model: PRSMed) -> None:
-    """Merge the LoRA matrices into the base weights, which halves the operations per generated token.
-
-    Merging rounds the base weights, so call it only after the masks have been scored.
-    """
+    """Merge the LoRA matrices into the base weights, which halves the operations per generated token."""
     from peft.tuners.lora import LoraLayer
 
     for layer in model.vlm.modules():
@@ -767,7 +747,6 @@ def merge_lora(model: PRSMed) -> None:
 
 
 def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, float]:
-    """Return {split/name: value}: the training losses, and each score's mean over the rows that have one."""
     seg = sum(row["loss_seg"] for row in scores) / len(scores)
     txt = sum(row["loss_txt"] for row in scores) / sum(row["tokens"] for row in scores)
     metrics = {"loss": args.lambda_seg * seg + args.lambda_txt * txt, "loss_seg": seg, "loss_txt": txt}
@@ -789,9 +768,8 @@ def test(
     make = partial(make_loader, args=args, batch_size=batch_size)
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
-    # change some hundred rows: no image or another case's, wordings never used in training, absent structures
     some = report.evenly_spaced(range(len(data)), report.MOST_ABLATED)
-    # in total as many questions in other words as in an ablation
+    # so few rows that asking each in all OTHER_WORDS takes no more questions than an ablation
     few = report.evenly_spaced(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
     absent = wordings.absent_names(sets.get("train", data).rows)
     changed = report.ablations(data.rows, some, args.seed)
@@ -863,7 +841,6 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
         batch = du.to_device(collate(processor, items), model.device)
         logits, answers = model(batch)[0], model.answer(batch, args.max_new_tokens)
         for index, mask, answer in zip(indices, logits, answers, strict=True):
-            # crop the padding and resize to the size of the original image
             image = opened[asked[index][0]]
             left, top, right, bottom = square_box(image.size, len(mask))
             inside = mask[None, None, top:bottom, left:right]
@@ -895,7 +872,6 @@ def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dic
 
 
 def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
     model.train()
     batch = du.to_device(batch, model.device)
     batch_loss(model, batch, len(batch["index"]), batch["answer"].numel(), args)[0].backward()
@@ -909,7 +885,7 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData], base: Tensor, described: str) -> int:
     """All ranks: train, validate after each epoch, test the best checkpoint; return a stop signal's exit code, or 0.
 
-    base: fingerprint of the frozen weights. described: the precision, for the banner.
+    base: fingerprint of the frozen weights.
     """
 
     def try_once(size: int) -> None:
@@ -968,7 +944,6 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """All ranks: train, evaluate (--eval_only) or predict (--predict). Returns the exit code."""
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
     rows: list[Row] = []
     with du.agree_on_errors():

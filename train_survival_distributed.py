@@ -236,8 +236,7 @@ class PaddedShortcut(nn.Module):
 class RiskNet(nn.Module):
     """A fitted Cox model of the columns plus an image part from MONAI's 3D ResNet.
 
-    The head starts at zero, so before training the model equals the Cox model. linear (columns,): coefficients of the
-    Cox model. image_weight: factor of the image part, 1 until cross_fit_image_weight() estimates it.
+    The head starts at zero, so before training the model equals the Cox model.
     """
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str):
@@ -253,7 +252,6 @@ class RiskNet(nn.Module):
         self.register_buffer("image_weight", torch.ones((), dtype=torch.float64))
 
     def linear_part(self, batch: dict) -> Tensor:
-        """The columns' part (B,) of the log-hazards in float64; a single zero if the model has no columns."""
         if not len(self.linear):
             return torch.zeros(1, dtype=torch.float64, device=self.linear.device)
         return batch["columns"].double() @ self.linear
@@ -271,7 +269,6 @@ class RiskNet(nn.Module):
 
 
 def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
-    """Build MONAI's ResNet without its head. shortcut: type A or B."""
     from monai.networks import nets
 
     backbone = getattr(nets, args.resnet)(
@@ -345,7 +342,7 @@ def read_pretrained(args: Namespace) -> dict[str, Tensor]:
 
 
 def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Negative Cox partial log-likelihood per event, with ties as in Efron (1977). Without events it is 0.
+    """Negative Cox partial log-likelihood per event, with ties as in Efron (1977).
 
     log_hazard (n,) may be on any device. time (n,) and event (n,) are on the CPU, so that this loss never synchronizes
     with the GPU, unlike torchsurv's. Hazards are summed as logarithms and cannot overflow.
@@ -357,7 +354,6 @@ def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
     times = time[rows]
     own = log_hazard[rows.to(device, non_blocking=True)]
 
-    # log of the summed hazard of all cases at risk at each event
     gone = (time < times[:, None]).to(device, non_blocking=True)
     total = log_hazard.expand(len(rows), -1).masked_fill(gone, -torch.inf).logsumexp(1)
 
@@ -440,17 +436,16 @@ def load_or_fit_cox_models(run: Run, train: MultiGPUSurvivalDataset, clinical: i
 
 
 def best_cox_model(models: dict[str, dict]) -> str:
-    """Name of the Cox model with the highest cross-validated likelihood."""
     return max(models, key=lambda name: models[name]["likelihood"])
 
 
 def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvivalDataset, cox_model: dict) -> dict:
-    """Estimate the image part's weight. Returns "linear" (k,), "image_weight", and "image_chi2" of adding the image.
+    """Estimate the image part's weight.
 
-    cox_model: of the columns x (n, k), 0 for columns that it ignores. image (n,): image parts of the log-hazards, each
-    predicted by a network that was not trained on the case. A Cox model of columns and image part is fitted, and its
-    difference from cox_model is multiplied by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the image part is
-    not significant at 5 % (chi2 of 3.84) or has a negative coefficient, its weight is 0 and "linear" is cox_model's.
+    image (n,): image parts of the log-hazards, each predicted by a network that was not trained on the case. A Cox
+    model of columns and image part is fitted, and its difference from cox_model is multiplied by 1 - 1 / chi2 (van
+    Houwelingen and le Cessie 1990). If the image part is not significant at 5 % (chi2 of 3.84) or has a negative
+    coefficient, its weight is 0 and "linear" is cox_model's.
     """
     linear = np.array(cox_model["beta"])
     seen = linear != 0
@@ -488,7 +483,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
             # the indices are read on the host: on the GPU, tolist() would be a host-device sync
             moved["image"] = augment(moved["image"], batch["index"].tolist(), args.seed, position.epoch)
 
-    # all ranks must choose the same, because DDP communicates in its forward pass
+    # all ranks must make the same choice, because DDP communicates in its forward pass
     single_pass = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
     if single_pass:
         outputs = [engine.wrapped(step.batches[0])]
@@ -506,7 +501,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for number, batch in zip(step.numbers or [0], step.micro_batches(), strict=True):
         output = outputs[0] if single_pass else engine.wrapped(batch)
         output_gradient = gradient[number * sizes.micro_batch_size :][: len(output)]
-        # loss and events are those of the global batch, so log them only once
+        # loss and events cover the global batch, so they are logged only once
         step.backward(loss * (number == 0), events * (number == 0), through=(output, output_gradient))
 
 
@@ -553,7 +548,7 @@ def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tu
     """Fit baseline models to the columns. Returns {name: (log-hazards of the validation set, baseline hazard)}.
 
     Random survival forests are under the GPL, so the forest is fitted to the martingale residuals of a null model
-    (Therneau, Grambsch and Fleming 1990). Synthetic data add the log-hazards that their outcomes were drawn from.
+    (Therneau, Grambsch and Fleming 1990).
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -578,8 +573,7 @@ def test(
 ) -> tuple[dict[str, float], pd.DataFrame | None]:
     """All ranks: print the scores, write predictions and a figure. Returns (metrics, cases).
 
-    parts: {set: result of predict_parts()}. reference: see report.fit_reference(). cases: on rank 0, report.cases_of()
-    the validation set with the log-hazards of each model.
+    cases: on rank 0, the result of report.cases_of() for the validation set, plus the log-hazards of each model.
     """
     args, val, metrics, cases = run.args, sets["val"], {}, None
     prefix = "eval_" if args.eval_only else ""
@@ -608,7 +602,6 @@ def test(
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW over all parameters, including those frozen by --freeze_epochs."""
     parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(0))]
     return torch.optim.AdamW(parameters, args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
@@ -635,7 +628,6 @@ class Inputs:
     volumes: Volumes
 
     def sets(self, rows: dict[str, np.ndarray], args: Namespace) -> dict[str, MultiGPUSurvivalDataset]:
-        """Return a data set for each entry of rows. "cached" has those of "train", with the smart cache if enabled."""
         options = {"columns": self.columns, "volumes": self.volumes}
         sets = {name: MultiGPUSurvivalDataset(self.cohort, rows=part, **options) for name, part in rows.items()}
         if "train" in sets:
@@ -649,7 +641,7 @@ def read_inputs(
 ) -> Inputs:
     """All ranks: encode the columns, and read the volumes of these rows once to check and measure them.
 
-    encoding: result of fit_columns(). train: a new run's training rows, which image measurements are standardised on.
+    train: a new run's training rows, which image measurements are standardised on.
     """
     orientation = None if args.orientation == "as-is" else args.orientation
     mask_mode = args.mask_column and args.mask_mode
@@ -673,7 +665,6 @@ def read_inputs(
 
 
 def largest_batch(model: RiskNet, size: int) -> dict:
-    """Synthetic micro-batch."""
     return {
         "image": torch.zeros(size, *model.shape, dtype=torch.float16),
         "columns": torch.zeros(size, len(model.linear)),
@@ -689,10 +680,7 @@ def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
 def begin_training(
     run: Run, model: RiskNet, inputs: Inputs, sets: dict, cox_models: dict[str, dict], described: str
 ) -> tuple[Training, DataLoader]:
-    """All ranks: set a new run's linear part to the best Cox model; return the Training and its loader.
-
-    described: the precision, for the banner.
-    """
+    """All ranks: set a new run's linear part to the best Cox model; return the Training and its loader."""
     args, ranks, train, cached = run.args, run.ranks, sets["train"], sets["cached"]
     name = best_cox_model(cox_models)
     if not run.checkpoint:
@@ -806,7 +794,6 @@ def cross_fit_image_weight(
 
 
 def set_image_weight(model: RiskNet, weighed: dict | None) -> None:
-    """Set the linear part and the image weight from cross_fit_image_weight() or baseline.json, if given."""
     if weighed:
         model.linear.copy_(torch.tensor(weighed["linear"], dtype=torch.float64))
         model.image_weight.fill_(weighed["image_weight"])
@@ -831,7 +818,6 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
     """Train and test one fold. Returns (exit code, result of test(); None after a stop signal and for --eval_only)."""
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # on resume, the model flags come from the checkpoint
     args, is_new = run.args, run.checkpoint is None
     cohort = read_table(args.csv_path, args)
     with du.agree_on_errors():
@@ -894,7 +880,6 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks) -> int:
-    """Train and test all folds, --repeats times. Returns a stop signal's exit code, or 0."""
     # rank 0 decides: other ranks may see an outdated state of a shared folder
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
@@ -918,7 +903,6 @@ def cross_validate(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def predict(args: Namespace, ranks: du.Ranks) -> None:
-    """--predict: write the log-hazards of one model, or their mean over a cross-validation's models."""
     precision, _ = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     folders = [] if args.resume_from else du.broadcast_object(report.folds_of(Path(args.output_dir)))
     models, trained = [], set()

@@ -46,10 +46,7 @@ CT_FILE = re.compile(r"(?P<id>.+)\.(nii|nii\.gz|npy)$", re.IGNORECASE)
 XRAY_ENDINGS = "|".join(map(re.escape, (*IMAGE_ENDINGS, ".npy")))
 XRAY_FILE = re.compile(rf"(?P<id>.+)_(?P<view>pa|frontal|lat|lateral)(_drr)?({XRAY_ENDINGS})$", re.IGNORECASE)
 VIEW_OF = {"pa": 0, "frontal": 0, "lat": 1, "lateral": 1}
-# alignment check: image side in pixels, and lowest accepted correlation of X-ray and projection after subtracting the
-# mean patient
 CHECK_SIDE, LEAST_CORRELATION = 32, 0.5
-# linear posterior: maximum number of training patients, side of the grid
 PRIOR_PATIENTS, PRIOR_SIDE = 256, 64
 
 
@@ -186,7 +183,6 @@ def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tenso
 
 
 def is_mirrored(view: int, flag: str) -> bool:
-    """Whether --flip_drrs_horizontal says that a view is stored mirrored."""
     return flag in (VIEWS[view], "both")
 
 
@@ -215,8 +211,6 @@ def make_drrs(root: Path) -> int:
 
 
 class Data:
-    """The patients of a run: split, decoded files, grey values of the views, training patients' mean field of view."""
-
     def __init__(self, args: Namespace, sizes: list[list[int]]):
         """All ranks: find, check and cache all patients' files. sizes: the stages' grids. Raises InputError."""
         self.args = args
@@ -304,7 +298,6 @@ class Data:
                 raise InputError("--dataset_path: " + reason + ", ".join(wrong[:8]) + advice)
 
     def prior_rays(self, greys: list[Grey]) -> Tensor:
-        """rays_of() the X-rays of the training patients in the linear posterior: (N, P)."""
         rays = []
         for patient in self.prior_patients:
             extent = torch.from_numpy(self.header(patient)[0])
@@ -335,7 +328,6 @@ class Data:
         return extent, summary, rays.reshape(-1, CHECK_SIDE, CHECK_SIDE)
 
     def _decode(self, patient: Patient, content: tuple) -> np.ndarray:
-        """Load one content of a CT from the cache. The first call decodes the CT once for all grids and the header."""
         paths = {key: cache_path(self.args.cache_dir, patient.ct, key) for key in (*self.sizes, self.header_key)}
         if not all(path.is_file() for path in paths.values()):
             found = read_ct(patient.ct)
@@ -397,7 +389,6 @@ def write_cached(path: Path, values: np.ndarray) -> None:
 
 
 def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
-    """Fit a view's grey values to the line integrals of all training patients by least squares."""
     x, y = integrals.ravel().astype(np.float64), images.ravel().astype(np.float64)
     slope = ((x - x.mean()) * (y - y.mean())).mean() / x.var()
     offset = y.mean() - slope * x.mean()
@@ -466,7 +457,6 @@ class XrayCtDataset(Dataset):
 
 
 def shift(x: Tensor, steps: float, axis: int) -> Tensor:
-    """Shift x along an axis by a number of steps, with linear interpolation and repeated edges."""
     last = x.shape[axis] - 1
     position = (torch.arange(last + 1) - steps).clamp(0, last)
     low = position.floor().long()

@@ -23,19 +23,16 @@ HU_PER_UNIT = (HU_MAX - HU_MIN) / 2
 # attenuation of water per mm, at about 70 keV
 MU_WATER = 0.0193
 MU_PER_UNIT = MU_WATER * HU_PER_UNIT / 1000
-# line integral of a white pixel, equal to 520 mm of water
 P_MAX = 10.0
 VIEWS = ("pa", "lat")
 # axis of (B, C, X, Y, Z) along which each view's rays run
 RAYS = (3, 2)
 # lower bound of a line integral's noise, set by fp32 rounding
 LEAST_NOISE = 1e-4
-# maximum number of principal directions in the linear posterior
 PRIOR_RANK = 64
 
 
 def normalise(hu: Tensor) -> Tensor:
-    """Clip HU and scale to -1..1."""
     return (hu.clamp(HU_MIN, HU_MAX) - HU_MIN) / HU_PER_UNIT - 1
 
 
@@ -84,7 +81,6 @@ def project(volume: Tensor, extent: Tensor, view: int) -> Tensor:
 
 
 def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int) -> np.ndarray:
-    """Render a CT (X, Y, Z) as a uint8 image with square pixels, 512 of them along the longer side."""
     mm = np.array(hu.shape) * spacing
     volume = normalise(torch.from_numpy(np.ascontiguousarray(hu, dtype=np.float32)))[None, None]
     integral = project(volume, torch.from_numpy(mm).float()[None], view)
@@ -134,7 +130,7 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
     If each voxel of V has an error of variance c, and the sums y = A V have noise of variance N, the best linear
     correction is V + c A' z with z = (c A A' + N)^-1 (y - A V). For two views this is solved exactly: in each slice,
     the sums of z over each view's rays follow from a 2 x 2 system. The result is clipped, because nothing is less dense
-    than air, and corrected again by the rest of z (the part N z of y is attributed to noise). variance: c >= 0.
+    than air, and corrected again by the rest of z (the part N z of y is attributed to noise).
     """
     with torch.autocast(volume.device.type, enabled=False):
         volume, c = volume.float(), max(variance, 1e-12)
@@ -160,7 +156,6 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
 
 
 def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> Tensor:
-    """Simplest reconstruction (B, 1, X, Y, Z): spread each ray's mean along the ray and average the views."""
     sums = ray_sums(xrays, extent, greys, size).sums
     spread = [(s / size[a - 2]).unsqueeze(a).expand(-1, -1, *size) for a, s in zip(RAYS, sums, strict=False)]
     return torch.stack(spread).mean(0).clamp(-1, 1)
@@ -195,13 +190,11 @@ class Prior(NamedTuple):
     kernel: Tensor | None = None
 
     def to(self, device: torch.device, size: list[int]) -> "Prior":
-        """Copy to a device; resample to a coarser grid if `size` is smaller than the prior's."""
         least = [min(own, other) for own, other in zip(self.grid, size, strict=True)]
         coarse = self._replace(mean=resize(self.mean, least), basis=resize(self.basis, least))
         return Prior(*(value.to(device) if isinstance(value, Tensor) else value for value in coarse))
 
     def state(self) -> dict:
-        """Dict for a checkpoint, without anything that reveals a single patient's CT; Prior.of() reads it."""
         return self._asdict() | {"greys": [list(grey) for grey in self.greys]} | dict.fromkeys(self._fields[-3:])
 
     @classmethod
@@ -235,7 +228,6 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
     """
     count, mean = len(volumes), volumes.mean(0)
     deviations = (volumes - mean).flatten(1)
-    # rays of the volumes themselves, without X-ray noise
     centre, true_rays = (
         torch.cat([x.mean(axis - 1).flatten(1) for axis in RAYS[: len(greys)]], 1) for x in (mean[None], volumes)
     )

@@ -16,7 +16,6 @@ from utils import stats
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError
 
-# baselines without a network; the table compares with the best one
 BASELINES = ("linear posterior", "mean volume", "back-projection", "nearest patient")
 # display windows in units of -1..1: -1000 to 400 HU for slices, +-300 HU for differences
 WINDOW, DIFFERENCE = (-1.0, -0.3), 0.15
@@ -35,8 +34,7 @@ def print_test(
 ) -> dict[str, float]:
     """Print the test's table on rank 0 and return {metric: mean over patients}.
 
-    table: {row: {column: values (patients,)}}. grid: voxels, for the title. rival_run: folder of another run to add as
-    a row, if `digest` shows that its patients are the same.
+    table: {row: {column: values (patients,)}}.
     """
     rows, metrics = {}, {}
     for row, columns in table.items():
@@ -59,7 +57,6 @@ def print_test(
         cells = [f"{means[column]:9.{digits[column]}f}" if column in means else f"{'-':>9}" for column in header]
         lines.append(f"{row:<28}" + "".join(cells))
 
-    # the lead for each patient over the baseline with the best mean PSNR
     strongest = max((row for row in psnr if row.startswith(BASELINES)), key=lambda row: psnr[row].mean())
     baselines = {"strongest_rival": strongest, "another_patient": "another patient's X-rays"}
     for own in ("regression", "one step", "one sample"):
@@ -98,7 +95,6 @@ def slices_of(volume: Tensor) -> list[Tensor]:
 
 
 def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
-    """Draw projections and slices of the first patient: the true CT, the network's answers, the linear posterior."""
     from matplotlib.figure import Figure
 
     own = [row for row in ("regression", "one step", "one sample") if row in rows]

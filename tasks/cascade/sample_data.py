@@ -1,8 +1,7 @@
 """Write patients with a CT and two X-rays each for train_accelerate.py, in the drr_patient_data layout.
 
 The CTs (NIfTI, HU) are synthetic torsos of varying voxel size and orientation, with lungs, spine, ribs, heart and
-nodules. Patients differ in size, posture, heart, diaphragm and nodules, all of which are visible in the X-rays. The
-X-rays are rendered by the projector that the training uses.
+nodules. Patients differ in size, posture, heart, diaphragm and nodules, all of which are visible in the X-rays.
 """
 
 import argparse
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> None:
-    """Write <id>/<id>.nii.gz, two X-rays per patient, and the id lists train.txt and test.txt (a sixth)."""
     from tasks.cascade.data import make_drrs
 
     if out.is_dir() and any(out.iterdir()):
@@ -59,7 +57,6 @@ class Phantom:
         self.volume = np.full_like(self.x, -1000.0)
 
     def ellipsoid(self, centre: tuple, radii: tuple) -> np.ndarray:
-        """Fraction of each voxel inside an ellipsoid, 0 to 1."""
         parts = zip((self.x, self.y, self.z), centre, radii, strict=True)
         distance = np.sqrt(sum(((along - middle) / radius) ** 2 for along, middle, radius in parts))
         edge = 6 * (distance - 1) * min(radii) / self.voxel.max()
@@ -73,7 +70,6 @@ class Phantom:
 
 
 def write_ct(path: Path, rng: Generator, matrix: int) -> None:
-    """Draw a torso, reorient its axes at random, as scanners do, and write it as NIfTI."""
     import nibabel
 
     field = np.array(FIELD) * rng.uniform(0.95, 1.05)

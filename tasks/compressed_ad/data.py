@@ -20,7 +20,6 @@ from utils.cli import InputError, first_line
 
 FIELDS = ("states", "next_states", "actions", "rewards", "dones")
 DISCOUNT = 0.95
-# histories per task for loss and accuracy
 EVAL_STREAMS = 20
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -59,12 +58,10 @@ class Env(NamedTuple):
         return self.coordinates.shape[1] == 2
 
     def only(self, task: int) -> "Env":
-        """Return the environment with this task alone, as task 0."""
         cumulative = None if self.cumulative is None else self.cumulative[[task]]
         return self._replace(next=self.next[[task]], reward=self.reward[[task]], cumulative=cumulative)
 
     def step(self, task, state, action, rng=None) -> tuple[np.ndarray, np.ndarray]:
-        """Return (next state, reward) of each agent. rng: required if outcomes are random."""
         outcome = 0
         if self.cumulative is not None:
             outcome = (rng.random((len(state), 1)) >= self.cumulative[task, state, action]).sum(1)
@@ -154,7 +151,6 @@ def gymnasium_env(name: str) -> Env:
     next_state = next_state.astype(int)
     terminal = np.unique(next_state[is_end > 0])
     next_state[terminal], reward[terminal] = terminal[:, None, None], 0
-    # one random order of the actions per task, at most 120 tasks
     rng = np.random.default_rng(0)
     orders = np.unique(rng.permuted(np.tile(np.arange(actions), (6000, 1)), axis=1), axis=0)
     order = rng.permutation(orders)[:120]
@@ -208,7 +204,6 @@ def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: N
 
 
 def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
-    """Mean return over agents in each episode. rewards (steps, agents): an incomplete last episode is dropped."""
     complete = rewards[: len(rewards) // env.horizon * env.horizon]
     return complete.reshape(-1, env.horizon, rewards.shape[1]).sum(1, dtype=float).mean(1)
 
@@ -230,7 +225,6 @@ class Search:
         self.found = np.zeros((len(task), phases), bool)
         self.best = env.best_actions().argmax(-1)
         self.next_cell = env.next[:, : env.cells, :, 0] % env.cells
-        # shortest paths between all pairs of cells, in steps
         self.distance = np.where(np.eye(env.cells, dtype=bool), 0, env.cells)
         for _ in range(env.cells):
             self.distance = np.minimum(self.distance, self.distance[self.next_cell[0]].min(1) + 1)
@@ -262,11 +256,9 @@ class Histories:
     """
 
     def __init__(self, path: str, env: str | None, objective: str, seed: int):
-        """objective: which actions to predict, see find_targets. Raises InputError if the file is invalid."""
         file = find_file(path)
         self.env, groups = read_file(file, env)
         shapes = np.array([group["actions"].shape for group in groups])
-        # cut all tasks to the fewest steps and streams of any task
         self.steps, self.streams = shapes.min(0).tolist()
         self.longest = int(shapes[:, 0].max())
         self.words = np.empty((len(groups), self.streams, self.steps, 4), np.int16)
@@ -339,7 +331,7 @@ def read_array(file, name: str) -> np.ndarray:
 
 
 def replay(path: Path, task: int, group: dict, env: Env) -> int:
-    """Check every step of a task's histories, replace coordinates by states (T, streams), and return the repairs.
+    """Check a task's histories, replace their coordinates by states (T, streams), and return the number of repairs.
 
     Some sources log the start of the next episode as an episode's last next state; this is repaired. Raises InputError
     with group, step and stream.
@@ -439,7 +431,7 @@ class SegmentDataset(Dataset):
         return len(self.tasks) * self.streams * self.segments_per_history
 
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """Return (history, depth, end, shift) of samples. end: step after the last transition of the context."""
+        """end: step after the last transition of the context."""
         if self.train:
             history = samples // self.segments_per_history
             draws = [hashed(self.seed, epoch, samples, draw) for draw in range(5)]

@@ -15,12 +15,10 @@ from utils.stats import interval_of_mean, shown
 
 # episodes shown in the table
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
-# agents per baseline and task
 BASELINE_AGENTS = 5
 
 
 def last_tenth(values: np.ndarray) -> np.ndarray:
-    """Mean of values (..., episodes) over the last tenth of the episodes, at least one."""
     return values[..., -max(1, values.shape[-1] // 10) :].mean(-1)
 
 
@@ -30,7 +28,7 @@ def interval_by_task(values: np.ndarray) -> tuple[float, float]:
 
 
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
-    """Summarize returns (tasks, agents, episodes). normalized: (return - random) / (optimum - random)."""
+    """Summarize returns (tasks, agents, episodes)."""
     last = last_tenth(returns)
     low, high = interval_by_task(last)
     random, optimum = (float(env.value(choose)[tasks].mean()) for choose in (np.mean, np.max))
@@ -115,7 +113,6 @@ class Posterior:
 
 
 def run_baselines(histories: Histories, tasks: list[int], episodes: int, seed: int) -> dict[str, np.ndarray]:
-    """Return {name: mean return per episode} of the source of the histories and of baselines without a network."""
     env, task = histories.env, np.repeat(tasks, BASELINE_AGENTS)
     kinds = {"tabular Q from scratch": TabularQ}
     if env.cumulative is None:

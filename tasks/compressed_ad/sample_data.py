@@ -55,7 +55,6 @@ def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int
 
 
 def with_errors(action: np.ndarray, error_rate, actions: int, rng: np.random.Generator) -> np.ndarray:
-    """Replace each action by a random one with probability `error_rate`."""
     return np.where(rng.random(len(action)) < error_rate, rng.integers(0, actions, len(action)), action)
 
 
@@ -85,7 +84,6 @@ def tabular(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarra
 
 
 def epsilon(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """Run an expert whose share of random actions falls from 1 to 0 over the history."""
     rng, best = np.random.default_rng(seed), env.best_actions()
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
@@ -96,7 +94,6 @@ def epsilon(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarra
 
 
 def search(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """Run Search with random actions at a rate of 0 to SEARCH_ERRORS, fixed for each stream."""
     rng, searcher = np.random.default_rng(seed), Search(env, task)
     error_rate = np.tile(np.linspace(0, SEARCH_ERRORS, len(task) // env.tasks), env.tasks)
 
@@ -130,8 +127,6 @@ def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tup
     rng, high = np.random.default_rng(seed + task), env.coordinates.max(0).astype(np.float32)
 
     class Stream(gymnasium.Env):
-        """One stream of the task; `log` records every step."""
-
         observation_space = gymnasium.spaces.Box(0 * high, high)
         action_space = gymnasium.spaces.Discrete(env.actions)
 

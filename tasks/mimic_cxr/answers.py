@@ -5,7 +5,6 @@ CHEXPERT = (
     "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Enlarged Cardiomediastinum", "Fracture", "Lung Lesion",
     "Lung Opacity", "No Finding", "Pleural Effusion", "Pleural Other", "Pneumonia", "Pneumothorax", "Support Devices",
 )  # fmt: skip
-# regions with a left and a right side, and regions without sides
 SIDED = (
     "lung", "upper lung zone", "mid lung zone", "lower lung zone", "lung apex", "lung base", "hilum",
     "costophrenic angle", "hemidiaphragm",
@@ -29,20 +28,16 @@ HEAD_OF_CODE = {
     **dict.fromkeys(("A", "B08", "B09", "B12", "C07", "D01", "D05"), "category"),
 }
 CODE_OF_NAME = {
-    # questions about the whole image
     "indication": "A", "describe_subcat": "B08", "describe_abnormal_subcat": "B09", "describe_device": "B12",
     "has_devices": "B13",
-    # questions about one region
     "describe_region": "C01", "describe_abnormal_region": "C02", "describe_region_device": "C07",
     "has_region_device": "C08",
-    # questions about one finding or device
     "describe_finding": "D01", "has_finding": "D02", "where_is_finding": "D03", "how_severe_is_finding": "D04",
     "has_device": "D06", "where_is_device": "D07",
 }  # fmt: skip
 
 
 def head_of(question_type: str) -> str | None:
-    """Return the answer head of a question type, written with or without its code; None if no head answers it."""
     code, _, name = question_type.partition("_")
     if question_type in CODE_OF_NAME:
         return HEAD_OF_CODE[CODE_OF_NAME[question_type]]

@@ -47,7 +47,6 @@ RATING = "question.quality.rating"
 # dictionary-encoded, because a few texts repeat many times
 TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(), "type": TEXT, "question": TEXT})
-# exceptions from a truncated or otherwise damaged file, compressed or not
 UNREADABLE = (OSError, ValueError, EOFError, zlib.error)
 # studies, and images, per job of the process pool
 STUDIES, IMAGES = 256, 64
@@ -103,12 +102,11 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
     """Return studies with an image of this view, sorted by split and study, and counts of excluded studies by reason.
 
-    PA takes precedence over AP. Of several such images, the first by name is used.
+    PA takes precedence over AP. Of several images with the same view, the first by name is used.
     """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
     table = read_csv(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", names)
     count, left_out = table["study_id"].nunique(), Counter()
-    # a blank view is filled in from the view code, never guessed
     codes = table["ViewCodeSequence_CodeMeaning"].str.lower().map(VIEW_OF_CODE)
     table["view"] = table["ViewPosition"].fillna(codes)
     table["rank"] = table["view"].map({name: rank for rank, name in enumerate(VIEWS[view])})
@@ -219,7 +217,6 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
 
 
 def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFrame, pa.Table, Counter]:
-    """Read both releases or what is there of them; return (studies, questions, counts of exclusions by reason)."""
     release = find_release(Path(args.source[1]), args.grade)
     studies, left_out = read_studies(Path(args.source[0]), args.view, args.patients)
     good = None if args.grade == "all" else read_grades(release, args.grade)
@@ -372,7 +369,6 @@ def write(args: argparse.Namespace, folder: Path) -> None:
         jobs = [(file, side, first, paths[first : first + IMAGES]) for first in range(0, len(paths), IMAGES)]
         problems = [problem for found in tqdm(pool.map(decode_part, jobs), "images", len(jobs)) for problem in found]
 
-    # drop the questions of studies with a damaged image
     if problems:
         damaged, reasons = zip(*problems, strict=True)
         rows = rows.filter(pc.invert(pc.is_in(rows["study"], pa.array(damaged, pa.int32()))))
@@ -441,8 +437,7 @@ class Prepared:
     """A prepared folder. Large arrays are memory-mapped, so all processes of a machine share them.
 
     images: (studies, side, side) uint8. labels: (studies, 14) of 1, 0, -1, NaN. study, head, target: (questions,).
-    type, question: (questions,), indices into `types` and `texts`. bounds: see split_bounds(). metadata: contents of
-    prepared.json.
+    type, question: (questions,), indices into `types` and `texts`. bounds: see split_bounds().
     """
 
     folder: Path

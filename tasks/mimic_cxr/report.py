@@ -62,7 +62,6 @@ def calibration_error(probability: ndarray, right: ndarray) -> float:
 
 
 def score(rows: Rows, labels: ndarray, head_weight: dict, chexpert_weight: float, split: str) -> dict[str, float]:
-    """Return a split's training loss, its accuracy overall and by head, and the macro AUROC of the labels."""
     right = rows["predicted"] == rows["target"]
     metrics, vqa = {"vqa_accuracy": right.mean()}, 0.0
     for head, number in HEAD_NUMBER.items():
@@ -128,7 +127,6 @@ def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndar
 
 
 def small_pixels(image: torch.Tensor) -> torch.Tensor:
-    """Downsample images (N, 1, S, S) to 32 x 32 and flatten them to (N, 1024)."""
     return F.adaptive_avg_pool2d(image, 32).flatten(1)
 
 
@@ -176,8 +174,8 @@ def answers_from_features(
     """Return (answers (N,), label scores (S, 14)) of logistic regressions on principal components of image features.
 
     Fits one regression per label and per frequent question to the training set; the validation set selects one penalty
-    for the labels and one for the questions. rows: questions to answer. features: the studies of train, val and rows,
-    concatenated. labels: (studies, 14). fallback (N,): answers to the less frequent questions.
+    for the labels and one for the questions. features: the studies of train, val and rows, concatenated. labels:
+    (studies, 14). fallback (N,): answers to the less frequent questions.
     """
     studies = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(studies[0]))
@@ -216,8 +214,6 @@ def answers_from_features(
 
 
 class SplitResults:
-    """A split's questions with the network's answers, its distinct studies, and resamples of its patients."""
-
     def __init__(self, split: str, rows: Rows, data: Prepared):
         patients = data.studies["patient"].to_numpy()
         self.split, self.rows, self.data = split, rows, data
@@ -237,8 +233,7 @@ def print_tables(
     """Rank 0: print the scores of the network, its baselines and its ablations; return them as {name: value}.
 
     train: all training questions; if there are none, there are no baselines. fitted, val: training and validation
-    questions whose images the baselines see. features: the studies of fitted, val and the split, concatenated.
-    ablations: {name: (indices of the questions, their Rows)}.
+    questions whose images the baselines see. ablations: {name: (indices of the questions, their Rows)}.
     """
     answers, label_scores = {}, {}
     if len(train["target"]):
@@ -255,7 +250,6 @@ def print_tables(
 
 
 def table_of_answers(results: SplitResults, answers: dict[str, ndarray], ablations: dict) -> dict[str, float]:
-    """Accuracy of the network, its ablations and the baselines, with the network's lead on the same questions."""
     right, patients = results.right, results.patients
     metrics = {}
     table = {"network": {"n": len(right), "accuracy": add_mean(metrics, "vqa_accuracy", right, patients)}}
@@ -287,7 +281,6 @@ def table_of_findings(results: SplitResults, label_scores: dict[str, ndarray]) -
 
 
 def table_of_labels(results: SplitResults) -> dict[str, float]:
-    """AUROC and calibration of each label that is present in some studies and absent in others."""
     metrics, table = {}, {}
     for number, label in enumerate(CHEXPERT):
         if np.isfinite(results.areas[0, number]):
@@ -302,7 +295,6 @@ def table_of_labels(results: SplitResults) -> dict[str, float]:
 
 
 def table_of_groups(results: SplitResults) -> dict[str, float]:
-    """Accuracy and calibration by head and by group (view, sex, age), and the AUROC by group."""
     rows, right = results.rows, results.right
     studies = results.data.studies.iloc[rows["study"]]
     age = pd.cut(studies["age"], AGES, right=False).astype(str).replace("nan", None)
@@ -355,13 +347,11 @@ def print_table(title: str, table: dict[str, dict]) -> None:
 
 
 def trained_labels(data: Prepared) -> list[str]:
-    """Return the CheXpert labels that can be learned: present in some training studies and absent in others."""
     labels = data.labels[(data.studies["split"] == "train").to_numpy()]
     return [label for label, column in zip(CHEXPERT, labels.T, strict=True) if {0, 1} <= set(column)]
 
 
 def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
-    """Write one row per question: patient, image, question, truth, answer, and class and label probabilities."""
     studies, names = data.studies.iloc[rows["study"]], list(HEADS)
     classes = [HEADS[names[head]] for head in rows["head"]]
     frame = pd.DataFrame({

@@ -12,7 +12,7 @@ brightness that differs only in shape:
 Effusion, pneumothorax and cardiomegaly have three sizes, which are their severities. The chest varies in width,
 position, brightness and contrast, and the waves have a random phase, so neither single pixels nor means reveal a
 finding. As in the releases, some views and labels are blank, some labels are uncertain, a fifth of the questions have
-no grade, and some answers have no target. The encoders have random weights.
+no grade, and some answers have no target.
 """
 
 import argparse
@@ -32,10 +32,8 @@ SEVERITIES = ("mild", "moderate", "severe")
 ZONES = ("upper lung zone", "mid lung zone", "lower lung zone")
 IN_LUNG = ("pleural effusion", "pneumothorax", "lung lesion")
 GRADED = ("pleural effusion", "pneumothorax", "cardiomegaly")
-# possible findings: (entity, side), without a side for the heart
 PLACES = [(entity, side) for entity in (*IN_LUNG, "support devices") for side in SIDES] + [("cardiomegaly", "")]
 REGIONS = {"pleural effusion": "costophrenic angle", "pneumothorax": "lung apex", "support devices": "upper lung zone"}
-# quality ratings of questions; None: unrated
 GRADES = ("1_D", "3_B", "4_A", "5_A+", None)
 VIEWS = {"PA": "postero-anterior", "AP": "antero-posterior"}
 # {(entity, side): severity, or zone of a lesion, as 0 to 2}
@@ -125,7 +123,6 @@ def soft(distance: np.ndarray) -> np.ndarray:
 
 
 def ridge(distance: np.ndarray) -> np.ndarray:
-    """Profile of a line: 1 at distance 0, close to 0 beyond two units."""
     return np.exp(-(distance**2) / 2)
 
 
@@ -133,7 +130,6 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
     """Draw an X-ray (size, size) uint8 with the patient's left on the image's right. Lengths: 64ths of the side."""
 
     def level_of(entity: str, side: str) -> tuple[bool, int]:
-        """Whether the finding is present, and the size or zone of the finding or its look-alike."""
         drawn = int(rng.integers(3))
         return (entity, side) in findings, findings.get((entity, side), drawn)
 
@@ -207,11 +203,9 @@ def draw_labels(rng: Generator, findings: Findings) -> list:
 
 
 def ask(rng: Generator, findings: Findings) -> list[dict]:
-    """Create a study's questions and answers in the format of a .qa.json file."""
     questions = []
 
     def add(kind: str, text: str, place: tuple | None = None, **changed) -> None:
-        """Add a question; its answer is positive if there is a finding at `place`. changed: overrides of the answer."""
         answer = {"answer_type": "main_answer", "text": "", "regions": [], "obs_entities": ["no finding"]}
         answer |= {"positiveness": "neg", "modifiers": []}
         if place in findings:
@@ -258,7 +252,6 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
 
 def write_encoders(out: Path, texts: set[str], seed: int) -> None:
-    """Write convnext_tiny for 64 x 64 pixels, and bert_tiny with the vocabulary of the questions."""
     import torch
     import transformers as hf
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

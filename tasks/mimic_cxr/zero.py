@@ -20,12 +20,10 @@ import distributed_utils as du
 from utils.cli import InputError, read_config
 from utils.engine import Engine
 
-# config keys that the script's flags set
 FLAG_KEYS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "optimizer", "scheduler",
 )  # fmt: skip
-# AdamW's state tensors per parameter
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -85,7 +83,6 @@ class ZeroEngine(Engine):
         micro_batch_size: int,
         **options,
     ):
-        """config: result of read_zero_config(). Other arguments: see Engine."""
         self.precision, self.config, self.micro_batch_size = precision, config, micro_batch_size
         self.groups = optimizer.state_dict()["param_groups"]
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -123,7 +120,6 @@ class ZeroEngine(Engine):
                 setattr(scaler, name, value)
 
     def filled_config(self) -> dict:
-        """Complete the config for deepspeed.initialize()."""
         # the script does its own activation checkpointing
         replaced = ("fp16", "bf16", "activation_checkpointing")
         config = {key: value for key, value in self.config.items() if key not in replaced}
@@ -190,13 +186,11 @@ class ZeroEngine(Engine):
                 state[number][key] = value.detach().float().cpu() if du.world()[0] == 0 else None
         scaler, scale = getattr(self.wrapped.optimizer, "loss_scaler", None), self.scaler.state_dict()
         if scale:
-            # DeepSpeed's values, and the scale also under the name in torch's GradScaler
             scale |= {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
             scale["scale"] = float(scaler.cur_scale)
         return {"optimizer": {"state": state, "param_groups": self.groups}, "scaler": scale}
 
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
-        """Copy full weights and AdamW's state ({} for a new optimizer) into this rank's shards."""
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
         # create the state of every group now: DeepSpeed links state to parameters after the first group's first step,
@@ -227,7 +221,6 @@ class ZeroEngine(Engine):
 
 
 def _write_shard(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-    """Copy this rank's shard of a full fp32 tensor into DeepSpeed's master weights (key None) or optimizer state."""
     from deepspeed import utils as deepspeed
 
     if not hasattr(parameter, "ds_id"):

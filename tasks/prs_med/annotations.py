@@ -27,9 +27,10 @@ PLACE = r"\b(?:(top|upper|bottom|lower)[\s-]+(left|right)|center|centre|middle)\
 
 
 class Row(NamedTuple):
-    """One question about one image. image, mask: existing files. source: `file:row`. patient: "" if unknown.
+    """One question about one image.
 
-    digest: hash of the image's pixels, from check_data. names: the structure's name and synonyms; () if unknown.
+    source: `file:row`. digest: hash of the image's pixels, from check_data. names: the structure's name and synonyms;
+    () if unknown.
     """
 
     modality: str
@@ -61,8 +62,8 @@ def read_rows(
 ) -> list[Row]:
     """Read the rows of root/annotations/*.csv (or annotations/qa/*.csv).
 
-    names: files to read, without ending. The patient is what `patient_pattern` matches in the image's file name, else
-    the value of `patient_column`, else of a column `patient`. Raises one InputError for all bad rows, or drops them.
+    The patient is what `patient_pattern` matches in the image's file name, else the value of `patient_column`, else of
+    a column `patient`. Raises one InputError for all bad rows, or drops them.
     """
     folder = root / "annotations"
     files = {file.stem: file for file in sorted(folder.glob("*.csv")) or sorted(folder.glob("qa/*.csv"))}
@@ -145,7 +146,6 @@ def foreground(image: Image.Image) -> np.ndarray:
 
 
 def open_mask(path: str | Path) -> np.ndarray:
-    """Open a mask file as bool (H, W)."""
     return foreground(open_upright(path))
 
 
@@ -161,7 +161,6 @@ def is_label_map(values: np.ndarray) -> bool:
 
 
 def is_misfit(image: tuple[int, int], mask: tuple[int, int]) -> bool:
-    """Whether the aspect ratios of two (width, height) differ by more than 2 %."""
     return abs(image[0] * mask[1] / (image[1] * mask[0]) - 1) > 0.02
 
 
@@ -207,7 +206,7 @@ def name_position(sentence: str, before: str | None, after: str | None) -> str:
 
 
 class FileCheck(NamedTuple):
-    """Results of the data check for one file. bytes and mtime_ns show whether the file has changed since.
+    """Results of the data check for one file.
 
     digest: hash of an image's pixels or a mask's foreground. pixels: number of foreground pixels; 0 for an image.
     """
@@ -224,9 +223,8 @@ class FileCheck(NamedTuple):
 def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[list[Row], list[str]]:
     """Decode each image and mask once; return the rows with digests, and one line per kind of warning.
 
-    image_size: side of the square that masks are resized to; None: their own size. cache: JSON file of {"image|mask
-    <path>": FileCheck}; files that have not changed are not decoded again. Raises one InputError for all unreadable
-    files.
+    cache: JSON file of {"image|mask <path>": FileCheck}; files that have not changed are not decoded again. Raises one
+    InputError for all unreadable files.
     """
     try:
         known = {key: FileCheck(*values) for key, values in json.loads(cache.read_text()).items()}

@@ -28,7 +28,6 @@ ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_END
 GAP = "[ _.+-]+"
 MASK_WORDS = "mask|masks|seg|segmentation|label|labels|gt"
 IMAGE_WORDS = "image|img|0000"
-# characters replaced in file names and in the CSV
 UNSAFE = r"[^\w .+-]"
 MIN_PIXELS = 10
 
@@ -36,7 +35,7 @@ LABEL_MAP = 'a label map; name its values, as --labels "1=liver,2=spleen"'
 
 
 class Pair(NamedTuple):
-    """An image file and its mask file. stem: the image's path without ending. patient: "" if unknown."""
+    """An image file and its mask file. stem: the image's path in its folder, without ending."""
 
     image: Path
     mask: Path
@@ -199,7 +198,6 @@ def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list
 
 
 def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str, str]:
-    """Draw the wordings of a question about a structure and its answer, as a function of (seed, case, structure)."""
     draw = random.Random(f"{seed}/{case}/{structure}")
     return tuple(fill(draw.choice(texts), structure, position=position) for texts in (QUESTIONS, ANSWERS))
 
@@ -210,8 +208,7 @@ def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str,
 def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple[list[Pair], dict[Path, str]]:
     """Pair images and masks; return the pairs and {unused file: reason}.
 
-    images, masks: from list_files(). known: from read_patients(), empty without --table. All files count as unused
-    until write_set() uses them.
+    All files count as unused until write_set() uses them.
     """
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
     # for a mask that is a volume, a folder of DICOM slices is one image
@@ -284,7 +281,6 @@ def write_set(pairs: list[Pair], unused: dict, folder: Path, name: str, args: Na
 
 
 def print_summary(rows: list[Record], unused: dict, known: dict, args: Namespace) -> None:
-    """Print the unused files with their reasons, and each split's numbers of questions, images and patients."""
     for reason in sorted({*unused.values()}):
         files = sorted(str(path) for path, why in unused.items() if why == reason)
         print(f"left out, {reason} ({len(files)}): {', '.join(files[:3])}{', ...' * (len(files) > 3)}")

@@ -15,7 +15,6 @@ from tasks.prs_med.annotations import Row, position_in, position_of
 from tasks.prs_med.wordings import named_in
 from utils import stats
 
-# number of rows in a figure; maximum number of rows in an ablation
 EXAMPLES, MOST_ABLATED = 6, 300
 # scores to average over rows, all in 0..1 but hd95, and the table's column titles
 MEANS = ("dice", "iou", "position_accuracy", "position_accuracy_mask", "hd95")
@@ -35,7 +34,6 @@ def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
 
 
 def evenly_spaced(items, most: int) -> list:
-    """Select at most `most` evenly spaced items."""
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
 
 
@@ -58,7 +56,7 @@ def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, in
 
 
 def join_wordings(others: dict[str, list[dict]]) -> None:
-    """Replace scores per wording with "in_other_words", means by row, and "worst_wording", the lowest in mean Dice."""
+    """Replace the scores per wording with "in_other_words" (means by row) and "worst_wording" (lowest mean Dice)."""
     asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
     if asked:
         frame = pd.DataFrame([row for rows in asked.values() for row in rows])[["index", *MEANS]]
@@ -77,7 +75,6 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     absent = others.pop("absent", [])
 
     def add_metric(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
-        """Add a mean with its interval to the metrics; return its text for the table. values: by row index."""
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
         # the interval is NaN if there is only one case
@@ -108,7 +105,6 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
             table["network" if key == split else f" {title}"] = line
             continue
         table[title.replace("_", " ")] = line
-        # the network's mean paired difference over the rows that both models have
         name = "dice" if COLUMNS["dice"] in line else "position_accuracy"
         own, other = ({row["index"]: row.get(name) for row in of_one} for of_one in (scores, some))
         gains = {index: own[index] - value for index, value in other.items() if None not in (value, own[index])}
@@ -132,7 +128,6 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
 
 
 def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, dict]):
-    """Matplotlib figure of images with the true outline (green), the predicted mask (red), question and answers."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(examples))
@@ -162,8 +157,7 @@ def write_predictions(
 ) -> None:
     """Rank 0: write predictions.csv, and a mask (0 and 255) and an overlay for each (image, question).
 
-    The folder is predictions, or predictions_2, ... if it exists. Column `agree`: whether the answer names the mask's
-    position; `named`: structures in the question. structures: names and synonyms from training.
+    structures: names and synonyms from training.
     """
     folder, number = run_folder / "predictions", 1
     while folder.exists():
@@ -173,7 +167,6 @@ def write_predictions(
     lines = []
     stems = Counter(file.stem for file, _ in asked)
     for number, ((file, question), record) in enumerate(zip(asked, records, strict=True), start=1):
-        # add a number if several questions or files have the same name
         stem = file.stem if stems[file.stem] == 1 else f"{file.stem}_{number}"
 
         mask, position = record["mask"], position_of(record["mask"])

@@ -30,8 +30,7 @@ class Example(NamedTuple):
 def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
     """Fit each baseline to `train` and return this rank's part of its scores on `test` (both PositionData).
 
-    A structure with fewer than FEWEST training rows uses all rows of its modality, or else all rows. At most MOST rows
-    of a structure are scored.
+    A structure with fewer than FEWEST training rows uses all rows of its modality, or else all rows.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
@@ -95,7 +94,6 @@ def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
 
 
 def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int]:
-    """Find the grey levels (lo, hi) for which in_band() has the best mean Dice."""
     # about 96 pixels per side are enough to compare bands
     step = max(1, len(rows[0].gray) // 96)
 
@@ -123,14 +121,12 @@ def in_band(gray: np.ndarray, band: tuple[int, int], parts: int, touching: bool)
 
 
 def best_mean_mask(rows: list[Example]) -> np.ndarray:
-    """The mean mask, thresholded at the level with the best mean Dice."""
     mean = np.mean([row.mask for row in rows], axis=0)
     cuts = [mean > level for level in np.linspace(0, mean.max(), 20, endpoint=False)]
     return max(cuts, key=lambda cut: np.mean([dice(cut, row.mask) for row in rows]))
 
 
 def fit_forest(rows: list[Example]):
-    """Fit a random forest that predicts foreground from the texture around a pixel, on up to 500 pixels per row."""
     from sklearn.ensemble import RandomForestRegressor
 
     rng = np.random.default_rng(0)
@@ -147,7 +143,6 @@ def fit_forest(rows: list[Example]):
 
 
 def by_forest(forest, gray: np.ndarray, parts: int, touching: bool) -> np.ndarray:
-    """Mask (H, W) of the largest connected parts of the forest's foreground."""
     step = subsampling_step(gray)
     small = gray[::step, ::step]
     likely = ndimage.gaussian_filter(forest.predict(texture(small)).reshape(small.shape), 1)
@@ -171,12 +166,10 @@ def subsampling_step(gray: np.ndarray) -> int:
 
 
 def dice(predicted: np.ndarray, target: np.ndarray) -> float:
-    """Dice of two bool masks; 1 if both are empty."""
     areas = predicted.sum() + target.sum()
     return float(2 * (predicted & target).sum() / areas) if areas else 1.0
 
 
 def overlap_scores(index: int, predicted: np.ndarray, target: np.ndarray) -> dict:
-    """Scores of a row's mask: its index, Dice and IoU."""
     overlap = dice(predicted, target)
     return {"index": index, "dice": overlap, "iou": overlap / (2 - overlap)}

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 
 def fold_relative_positions(encoder: nn.Module) -> None:
-    """Make each layer of transformers' SamVisionEncoder use folded_attention() with the same weights."""
     for layer in encoder.layers:
         if layer.attn.use_rel_pos:
             layer.attn.forward = partial(folded_attention, layer.attn)

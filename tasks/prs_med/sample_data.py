@@ -33,7 +33,6 @@ POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1),
 POSITIONS["center"] = (0, 0)
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "structure")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
-# of the tiny language model
 PRETRAINING_STEPS = 300
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -71,7 +70,6 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
 
 
 def write_case(out: Path, seed: int, size: int, number: int, modality: str, split: str) -> list[tuple]:
-    """Write an image twice, once for each of its two masks, and return the two CSV rows."""
     rng = np.random.default_rng([seed, number])
     pixels, masks, positions = draw_case(rng, modality, size)
     rows = []
@@ -114,7 +112,6 @@ def soft(distance: np.ndarray) -> np.ndarray:
 
 
 def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, list[np.ndarray], list[str]]:
-    """Draw an image; return (uint8 image, bool masks of the two lesions asked about, their positions)."""
     image = draw_anatomy(rng, modality, size) + 0.1 * smooth_noise(rng, size, 2)
     masks, positions = [], [list(POSITIONS)[i] for i in rng.permutation(5)[:4]]
     for i, position in enumerate(positions):
@@ -137,12 +134,10 @@ def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, lis
 
 
 def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
-    """Draw healthy tissue (size, size) with grey levels from 0 to 1."""
     image = 0.5 + 0.04 * smooth_noise(rng, size, 6) + 0.03 * smooth_noise(rng, size, 16)
     if modality == SKIN:
         rows = np.arange(size)
         for _ in range(rng.integers(2, 6)):
-            # a slanted, slightly crooked hair from top to bottom
             hair = rng.uniform(0, size) + np.cumsum(rng.normal(0, 0.4, size)) + rng.uniform(-0.5, 0.5) * rows
             inside = (hair >= 0) & (hair < size)
             image[rows[inside], hair[inside].astype(int)] -= 0.2

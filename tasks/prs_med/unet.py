@@ -30,9 +30,9 @@ def structure_of(row) -> tuple[str, str]:
 def unet_scores(
     train, val, test, steps: int, seed: int, device: torch.device, precision: str, heartbeat: Callable[[], None]
 ) -> list[dict]:
-    """Train a UNet on `train`; return its scores on the rows of `test` whose structure is in `train` (PositionData).
+    """Train a UNet on `train`; return its scores on the rows of `test` whose structure is in `train`.
 
-    val: None without a validation set. heartbeat: called in each step.
+    train, val, test: PositionData; val may be None.
     """
     from monai.networks.nets import BasicUNet
 
@@ -60,7 +60,6 @@ def unet_scores(
 
     @torch.no_grad()
     def predict(data, rows: list[int]):
-        """Yield each row's index, predicted mask and true mask, both bool (S, S)."""
         net.eval()
         # adjacent rows of one image share a forward pass
         for _, group in groupby(rows, key=lambda index: data.rows[index].identity):

@@ -18,7 +18,6 @@ ANSWERS = (
     "The {name} {is} in the {position} of the image.",
     "The {name} can be seen in the {position} of the image.",
 )
-# the answer about a structure that no image of the modality shows
 ABSENT = "There {is} no {name} in this image."
 
 # a reworded training question is one of these requests between filler words; it may exclude another structure
@@ -76,7 +75,6 @@ OTHER_WORDS = (
     "the whole contour of the {name} displayed above.",
 )
 
-# words that do not begin or end a structure's name
 COMMON = set("a an and are at be can find image in is it located of part position say see seen the they to".split())
 
 
@@ -110,7 +108,6 @@ def spaced(text: str) -> str:
 
 
 def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
-    """Fill in a wording. name: the structure asked for. other: a structure that the question excludes."""
     word = name.lower().split()[-1]
     plural = word.endswith("s") and not word.endswith(("ss", "us", "is", "as"))
     words = {"is": "are" if plural else "is", "it": "they" if plural else "it", "NAME": name.upper()}
@@ -151,12 +148,10 @@ def absent_names(rows: list) -> dict[str, list[str]]:
 
 
 def differ(one: str, other: str) -> bool:
-    """Whether two names mean different structures: neither contains the other."""
     return spaced(one) not in spaced(other) and spaced(other) not in spaced(one)
 
 
 def ask_for_absent(row, question: str, name: str):
-    """Return the row with a question about an absent structure, an empty mask and the answer ABSENT."""
     return row._replace(question=question, answer=fill(ABSENT, name), mask="", names=(name,))
 
 
@@ -205,7 +200,6 @@ def in_other_words(rows: list, some: list[int]) -> list[tuple]:
 
 
 def about_absent(rows: list, some: list[int], absent: dict[str, list[str]]) -> list[tuple]:
-    """Ask `some` rows about structures of other modalities; return ("absent", index, changed row)."""
     changed = []
     for index in some:
         known, number = absent.get(rows[index].modality), len(changed)

@@ -40,9 +40,7 @@ COLUMNS = {
     "id": ("case_num", "patient_id", "case_id", "case", "subject_id", "patient", "mrn"),
     "mask": (),
 }
-# fold labels of rows used neither for training nor for validation
 HELD_OUT = ("test", "holdout", "hold-out", "")
-# image measurements of Volumes.read(), added to the table as columns; those of an empty mask are NaN
 MEASUREMENTS = (
     "image: log mm3 above 130 hu", "image: log parts above 130 hu", "image: mean hu", "image: log mask mm3",
     "image: log mask mm2", "image: log mask diameter mm", "image: mean hu in mask", "image: sd of hu in mask",
@@ -84,8 +82,8 @@ def read_cohort(
 ) -> Cohort:
     """Read and check all rows of a table. Raises InputError naming the bad rows.
 
-    data_dir: folder of relative paths; default: the table's. outcome False: rows may lack time and event. image False:
-    rows need no volume. given: column names that are not in COLUMNS, such as path_column="scan" or mask_column="heart".
+    outcome False: rows may lack time and event. image False: rows need no volume. given: column names that are not in
+    COLUMNS, such as path_column="scan" or mask_column="heart".
     """
     rows = tables.read_table(Path(csv_path))
 
@@ -134,7 +132,6 @@ def _number(text: str) -> float:
 
 
 def _resolve(name: str, root: str, source: str) -> str:
-    """Return a cell's absolute path, "" if blank. Raises InputError if a relative path leaves the data folder."""
     path = os.path.normpath(os.path.join(root, name.replace("\\", "/"))) if name else ""
     if name and not os.path.isabs(name) and os.path.commonpath([root, path]) != root:
         raise InputError(f"{source}: {name} lies outside {root}; give the folder that holds it with --data_dir")
@@ -147,13 +144,12 @@ def choose_fold(
     """Return (training rows, validation rows), from a column's labels, or from `count` folds made by assign_folds().
 
     If no row has the label `train`, every row that is neither in the validation fold nor held out is used for training.
-    Raises InputError if a fold has no event before the end of follow-up, or if the two share a case or volume.
+    Raises InputError if a fold has no event before the end of follow-up, or if both folds share a case or volume.
     """
     place = cohort.source[0].rpartition(":")[0]
     if count:
         marks = cohort.table.get(fold_column.lower())
         held = np.zeros(len(cohort), bool) if marks is None else marks.str.lower().isin(HELD_OUT[:-1]).to_numpy()
-        # held-out rows belong to no fold
         number = assign_folds(cohort.case, cohort.event, ~held, count, seed)
         labels, is_train = np.where(held, HELD_OUT[0], number.astype(str)), np.zeros(len(cohort), bool)
     else:
@@ -227,8 +223,6 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
     """Encode columns with the result of fit_columns(), as (rows, n) float32.
 
     Raises InputError for text among numbers and for missing columns.
-    Numbers are standardised, 0 if blank. Levels are one-hot encoded, followed by an indicator of unknown levels. Every
-    column ends with an indicator of blank cells.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
@@ -274,7 +268,6 @@ class Volumes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(C, X, Y, Z)"""
         return 1 + (self.mask_mode == "channel"), *self.image_size
 
     def load(self, path: str, mask: str = "", measurements: bool = False) -> Tensor:
@@ -336,7 +329,6 @@ class Volumes:
         return measurements, torch.cat([resize(channel, self.image_size) for channel in channels]).to(torch.float16)
 
     def _open(self, path: str, mode: str) -> tuple[Tensor, np.ndarray]:
-        """Read a file as a float32 MetaTensor (1, X, Y, Z), reoriented and resampled, and its Volume.summary()."""
         from monai.data import MetaTensor
         from monai.transforms import Spacing
 
@@ -417,10 +409,7 @@ class MultiGPUSurvivalDataset(Dataset):
         seed: int = 0,
         **options,
     ):
-        """All ranks. csv_path: a table or the result of read_cohort(). rows: by default those with the label `fold`.
-
-        columns: result of encode_columns(), for all rows of the table. options: arguments of read_cohort().
-        """
+        """All ranks. columns: result of encode_columns(), for all rows of the table."""
         self.cohort = csv_path if isinstance(csv_path, Cohort) else read_cohort(csv_path, **options)
         if rows is None:
             rows = np.flatnonzero(self.cohort.table[fold_column.lower()] == fold)
@@ -441,7 +430,6 @@ class MultiGPUSurvivalDataset(Dataset):
                 self.memory = known.view(np.int64), volumes.view(np.float16).reshape(shape)
 
     def __len__(self) -> int:
-        """Number of cases in an epoch."""
         return self.epoch_size
 
     def running_index(self, indices, epoch: int) -> np.ndarray:
@@ -449,7 +437,6 @@ class MultiGPUSurvivalDataset(Dataset):
         return np.asarray(indices) + epoch * self.replaced_per_epoch
 
     def rows_of(self, indices, epoch: int) -> np.ndarray:
-        """Map indices of an epoch to rows of the cohort."""
         return self.rows[self.running_index(indices, epoch) % len(self.rows)]
 
     def __getitem__(self, index: int) -> dict:

@@ -15,12 +15,10 @@ from utils.stats import RESAMPLES, interval_of_resamples, resample_cases, shown
 
 
 def outcome(data: MultiGPUSurvivalDataset) -> tuple[ndarray, ndarray]:
-    """(times in years, events) of a data set's cases."""
     return data.cohort.time[data.rows], data.cohort.event[data.rows]
 
 
 def cases_of(data: MultiGPUSurvivalDataset, stratum_column: str | None) -> pd.DataFrame:
-    """Table of a data set's cases: row of the cohort, case, time, event and, with a stratum column, stratum."""
     time, event = outcome(data)
     cases = pd.DataFrame({"row": data.rows, "case": data.cohort.case[data.rows], "time": time, "event": event})
     if stratum_column:
@@ -49,7 +47,6 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
     """Breslow's (1974) cumulative baseline hazard, in logarithms to avoid overflow. until: end of follow-up."""
     time, event = outcome(data)
     times, events = np.unique(time[event], return_counts=True)
-    # log of the summed hazard of the cases at risk at each time, accumulated from the latest time backwards
     order = np.argsort(-time, kind="stable")
     total = np.concatenate([[-np.inf], np.logaddexp.accumulate(log_hazard[order])])
     at_risk = total[np.searchsorted(-time[order], -times, side="right")]
@@ -64,7 +61,7 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
     """Describe the training patients' log-hazards: baseline hazard, percentiles 0 to 100, and the parts' centres.
 
-    parts: (n, 2) parts of the log-hazards, from columns and image. unseen: those that the baseline hazard and the
+    parts: (n, 2) parts of the log-hazards, from columns and image. unseen: the parts that the baseline hazard and the
     percentiles are fitted to, each predicted by a network that was not trained on the case.
     """
     log_hazard = (unseen - unseen.mean(0)).sum(1)
@@ -103,7 +100,7 @@ def concordance(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarr
 def compare_pairs(
     log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Compare each row that has an event with all rows. Returns (rows with an event, comes_first, in_order).
+    """Compare each row that has an event with all rows.
 
     comes_first (events, rows): whether the event is known to precede a row of its group. in_order (events, rows):
     whether the log-hazards predict this order, 0.5 if they are equal.
@@ -165,8 +162,8 @@ def score(
 def compare_models(risks: dict[str, ndarray], cases: pd.DataFrame) -> tuple[dict[str, dict], pd.DataFrame]:
     """C of each model over the pairs within folds, and a paired test of the first model against every other.
 
-    cases: cases_of() and the fold of each row; there is one row per case and repeat. Cases are resampled within the
-    first fold in which they occur. Returns ({name: scores}, table).
+    cases: the columns of cases_of(), plus fold; there is one row per case and repeat. Cases are resampled within the
+    first fold in which they occur.
     """
     time, event, case, fold = (cases[name].to_numpy() for name in ("time", "event", "case", "fold"))
     counts = resample_cases(case, fold)
@@ -203,10 +200,9 @@ def key_of(model: str) -> str:
 def print_table(
     title: str, models: dict[str, tuple], cases: pd.DataFrame, sets: dict, years: list[float]
 ) -> dict[str, float]:
-    """Rank 0: print the scores of the network and the baseline models; returns all scores by name.
+    """Rank 0: print the scores of the network and the baseline models; return all scores by name.
 
-    models: {name: (log-hazards, baseline hazard)}, the network first. cases: cases_of() the validation set. The test is
-    paired and two-sided.
+    models: {name: (log-hazards, baseline hazard)}, the network first.
     """
     scores, table = compare_models({name: risk for name, (risk, _) in models.items()}, cases.assign(fold=0))
     for name, (risk, baseline_hazard) in models.items():
@@ -234,7 +230,7 @@ def folds_of(folder: Path) -> list[Path]:
 def print_cross_validation(folder: Path, metrics: list[dict], cases: pd.DataFrame, args) -> None:
     """Rank 0: print each model's C, pooled over pairs within folds and by fold; with repeats, also of the mean risk.
 
-    metrics: of each training. cases: repeat, fold, cases_of() the validation sets, and each model's log-hazards. Writes
+    cases: the columns of cases_of() for the validation sets, plus repeat, fold and each model's log-hazards. Writes
     summary.json and cross_validation.csv.
     """
     scores = pd.DataFrame(metrics)
@@ -271,7 +267,7 @@ def predictions(
     """Table of cases: outcome, log-hazard and its parts, its percentile among the training patients, and S(t).
 
     models: [((n, 2) parts of the log-hazards, reference)]; predictions are the models' means. Log-hazards are relative
-    to the mean training patient. Percentiles and S(t) need a reference for every model.
+    to the mean training patient.
     """
     time, event = outcome(data)
     event = np.where(np.isfinite(time), event, np.nan)
@@ -311,14 +307,12 @@ def read_other_run(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str
 
 
 def read_reference(folder: Path, step: int) -> dict | None:
-    """Read baseline.json; None if it does not exist or belongs to another step's checkpoint."""
     path = folder / "baseline.json"
     reference = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return reference if reference.get("step") == step else None
 
 
 def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], args, trained: set[str]) -> None:
-    """Rank 0: write predictions_<table>.csv; for rows with outcomes, print C with its interval and the calibration."""
     frame = predictions(data, models, args.eval_years)
     path = folder / f"predictions_{Path(args.predict).stem}.csv"
     frame.to_csv(path, index=False)
@@ -347,7 +341,6 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], ar
 def draw_figure(
     log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], baseline_hazard: dict, metrics: dict
 ):
-    """Figure of Kaplan-Meier curves for thirds by predicted risk, and of calibration in fifths at each horizon."""
     from matplotlib.figure import Figure
 
     time, event = outcome(val)

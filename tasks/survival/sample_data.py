@@ -76,7 +76,6 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
 
 
 def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draw (days, events) from Weibull event times and uniform censoring, with a share event_rate of events."""
     unscaled = (-np.log(rng.random(len(log_hazard))) * np.exp(-log_hazard)) ** (1 / WEIBULL_SHAPE)
     censored = rng.uniform(FIRST_CENSORED, LAST_DAY, len(log_hazard))
     # the largest scale of event times at which a share event_rate of them precedes censoring
@@ -86,7 +85,7 @@ def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) ->
 
 
 def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: int) -> dict:
-    """Write a CT and its heart mask. kinds: whether each lesion is a shell. Returns the calcium scores of the CT."""
+    """Write a CT and its heart mask. kinds: whether each lesion is a shell."""
     import nibabel
 
     voxel = FIELD[0] / matrix * np.array([1, 1, rng.uniform(*THICKNESS)])
