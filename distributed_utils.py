@@ -1,8 +1,4 @@
-"""Distributed training for one process or many: process group, data loader, reductions, learning rate, stop signal.
-
-Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate launch and srun, on GPUs (NCCL) and on
-CPUs (gloo).
-"""
+"""Distributed training for one process or many: process group, data loader, reductions, learning rate, stop signal."""
 
 import atexit
 import contextlib
@@ -44,7 +40,10 @@ SHIFT = 1.5 * 2.0**12
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank, device and launcher. store: key-value store that all processes share; None if alone."""
+    """This process's rank, device and launcher.
+
+    store: key-value store that all processes share; None if there is only one process.
+    """
 
     rank: int
     world_size: int
@@ -63,7 +62,7 @@ class Ranks:
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
-            # waiting here is no hang, so stop the watchdog
+            # waiting here is not a hang, so stop the watchdog
             faulthandler.cancel_dump_traceback_later()
             self.store.wait([what], timedelta(days=7))
 
@@ -107,7 +106,6 @@ def read_environment() -> tuple[int, int, int, str]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host name or address resolves to the loopback interface, or to nothing."""
     try:
         return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
     except OSError:
@@ -115,7 +113,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address on the route to another host; "" if there is no route."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         # connecting a datagram socket sends nothing, it only looks up the route
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -162,7 +159,6 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         # srun may make only its own GPU visible to each task
         alone = gpus == 1 and launcher == "srun"
         device = torch.device("cuda", 0 if alone else local_rank)
-        # every process on this machine raises this, but only the first prints it
         here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         if here > gpus and not alone:
             raise InputError(f"{here} processes on a machine with {gpus} GPUs; start at most one per GPU")
@@ -202,7 +198,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         traceback.clear_frames(error.__traceback__)
         raise
     except BaseException as error:
-        # only this rank crashed: exit at once, so that the others see a broken connection instead of waiting
+        # only this rank crashed: exit immediately, so that the others see a broken connection instead of waiting
         if world_size == 1:
             raise
         traceback.print_exception(error)
@@ -214,7 +210,6 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
             # let a background sum finish: other ranks may be waiting for this rank's part
             _BACKGROUND.submit(int).result()
             gc.collect()
-        # DataLoader workers ignore SIGTERM, so some may have outlived their loader
         for child in multiprocessing.active_children():
             child.kill()
         if dist.is_initialized():
@@ -222,10 +217,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
 
 def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> None:
-    """After a failed collective, print which ranks hang or were killed: those that neither crashed nor timed out.
-
-    wait: seconds to give the other ranks to time out, too.
-    """
+    """After a failed collective, print which ranks hang or were killed: those that neither crashed nor timed out."""
     with contextlib.suppress(RuntimeError):
         ranks.store.set(f"rank {ranks.rank} has ended", "")
         # gloo reports "pair closure" if the timeout of another message closed the connection
@@ -241,7 +233,6 @@ def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> No
 
 
 def world() -> tuple[int, int]:
-    """(rank, world_size) of the process group; (0, 1) without one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -324,7 +315,6 @@ def create_distributed_dataloader(
 
 
 def to_device(batch, device: torch.device):
-    """Copy the tensors in nested dicts and lists to the device without blocking the host."""
     if isinstance(batch, dict):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -335,7 +325,6 @@ def to_device(batch, device: torch.device):
 # --- communication ----------------------------------------------------------------------------------------------------
 
 
-# bytes of the first message; longer content continues in a second one
 MESSAGE = 1024
 
 
@@ -423,7 +412,6 @@ def gather_objects(value) -> list:
 
 
 def gather_dicts(own: dict) -> dict:
-    """All-gather dicts and merge them into one, sorted by key."""
     return dict(sorted(combine(own, operator.or_).items()))
 
 
@@ -437,7 +425,6 @@ def gather_to_main(value) -> list:
 
 
 def broadcast_object(value):
-    """Rank 0's value on every rank."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
@@ -526,7 +513,7 @@ def round_for_exact_sum(values: Tensor) -> Tensor:
 
 
 def scale_learning_rate(base: float, times: float, rule: str) -> float:
-    """Learning rate for a batch `times` as large. linear is guide 0's `effective_lr = base_lr * world_size`."""
+    """`linear` is guide 0's `effective_lr = base_lr * world_size`."""
     return base * {"linear": times, "sqrt": math.sqrt(times), "none": 1}[rule]
 
 
@@ -543,7 +530,7 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
 class StopSignal:
     """SIGTERM and SIGINT set `code` to 143 or 130, which the training loop checks on all ranks before each step.
 
-    at_once: if set, a signal prints this message and exits at once.
+    at_once: if set, a signal prints this message and exits immediately.
     """
 
     code = 0

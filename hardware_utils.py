@@ -29,7 +29,6 @@ def usable_cores() -> int:
 
 def keep_freed_memory() -> None:
     """Make glibc reuse freed memory; mapping large tensors again in each step takes up to 10 % of the time on a CPU."""
-    # only glibc has mallopt
     with contextlib.suppress(AttributeError, TypeError):
         # -3: M_MMAP_THRESHOLD, which glibc limits to 32 MiB; -1: M_TRIM_THRESHOLD
         mallopt = ctypes.CDLL(None).mallopt
@@ -38,11 +37,7 @@ def keep_freed_memory() -> None:
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
-    """Return (precision, reason) for a value of --mixed_precision; InputError if the device does not support it.
-
-    On a GPU, `auto` is the precision set by `accelerate launch`, else bf16 from compute capability 8.0 and fp16 below;
-    on a CPU it is fp32.
-    """
+    """Return (precision, reason) for a value of --mixed_precision; InputError if the device does not support it."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if wanted == "auto" and launched in ("bf16", "fp16"):
         if device.type == "cpu":
@@ -62,10 +57,7 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
 def set_precision(
     wanted: str, device: torch.device, deterministic: bool, convolves_3d: bool = False
 ) -> tuple[str, str]:
-    """Choose the precision and configure torch for it and for --deterministic; return (precision, banner text).
-
-    convolves_3d: the model has 3D convolutions, whose gradients are wrong in bf16 on a CPU (InputError).
-    """
+    """Choose the precision and configure torch for it and for --deterministic; return (precision, banner text)."""
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
@@ -108,7 +100,6 @@ def check_accelerate(accumulation: int) -> None:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Autocast context for a forward pass in the precision `no`, `bf16` or `fp16`."""
     half = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, half, enabled=precision != "no")
 
@@ -122,7 +113,6 @@ class GroupNorm(nn.GroupNorm):
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return this process's peak memory in GiB: reserved by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     if os.name == "nt":
@@ -145,5 +135,4 @@ OUT_OF_MEMORY = re.compile(
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the GPU or the host is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))

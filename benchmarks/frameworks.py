@@ -5,10 +5,10 @@
     OMP_NUM_THREADS=1 python benchmarks/frameworks.py       # on a CPU: one thread
 
 One process trains on the GPU, if there is one, without augmentation and DataLoader workers. Every loop starts from the
-same weights and trains on the same batches; the order of the loops changes every round. The first round and the first
-steps of each round are warmup. On a CPU, processor time is measured. A step's time is its lower quartile over the
-rounds, because other work on the machine can only slow it down; the quartiles of the rounds' ratios are in parentheses.
-Trainers that are not installed are skipped. The last line is a JSON object: milliseconds per step of each loop.
+same weights and trains on the same batches; the order of the loops changes every round. On a CPU, processor time is
+measured. A step's time is its lower quartile over the rounds, because other work on the machine can only slow it down;
+the quartiles of the rounds' ratios are in parentheses. The last line is a JSON object: milliseconds per step of each
+loop.
 """
 
 import contextlib
@@ -56,8 +56,6 @@ class RiskLoss(nn.Module):
 
 @dataclass
 class Round:
-    """The inputs of a trainer for one round, with a fresh copy of the model, and the end times of its steps."""
-
     model: RiskLoss
     optimizer: torch.optim.Optimizer
     loader: DataLoader
@@ -77,7 +75,6 @@ def collate(items: list[dict]) -> dict:
 
 
 def this_project(case: Round) -> None:
-    """The loop of train_survival_distributed.py, with the project's own loader."""
     args, loader = case.args, du.create_distributed_dataloader(case.loader.dataset, case.args.batch_size)
     loop = project_loop(
         args,

@@ -49,7 +49,7 @@ SCRIPTS = {
     "compressed_ad": "train.py",
     "cascade": "train_accelerate.py",
 }
-# Sizes of the sample data. The "full" models get inputs of published size, whatever the size of the files.
+# The "full" models get inputs of published size, whatever the size of the files.
 SAMPLES = {
     "tiny": {
         "prs_med": "--num_train 16 --num_val 1 --num_test 1 --image_size 48",
@@ -66,8 +66,8 @@ SAMPLES = {
         "compressed_ad": "--streams 10 --steps 1000",
     },
 }
-# Flags of a run; {data} is the folder of the sample data. At full size, the batch per GPU is the script's default (for
-# survival, the default on 4 GPUs) and the models are those of the papers with random weights.
+# At full size, the batch per GPU is the script's default (for survival, the default on 4 GPUs) and the models are those
+# of the papers with random weights.
 FLAGS = {
     "tiny": {
         "prs_med": """
@@ -144,7 +144,6 @@ def row(what: str, value: float | str, note: str = "", ok: bool = True) -> dict:
 
 
 def attempt(what: str, rows: Iterator[dict]) -> Iterator[dict]:
-    """Yield `rows`; if they raise an error, yield a failed row with its message."""
     try:
         yield from rows
     except Exception as error:
@@ -178,8 +177,7 @@ def flags_of(options: Namespace, task: str, size: str) -> list[str]:
 def run_command(options: Namespace, command: list, log: Path, stop: Callable[[], bool] = bool) -> dict:
     """Run a command until it ends, or kill it as soon as stop() is true.
 
-    Returns the last JSON object that it printed, else {}. Raises RuntimeError if it fails or takes over 500 s. Exits at
-    the deadline of --minutes.
+    Returns the last JSON object that it printed, else {}.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
@@ -237,10 +235,7 @@ def training_lines(out: Path) -> list[dict]:
 
 
 def measure_speed(options: Namespace, task: str, name: str, flags: list, processes: int = 1, watch: str = "") -> dict:
-    """Train for a few steps; add samples/s, peak memory in GiB, data wait and global batch to train()'s measurements.
-
-    samples/s is the mean of the last two log lines; earlier lines are warmup, or earlier stages of the cascade.
-    """
+    """samples/s is the mean of the last two log lines; earlier lines are warmup, or earlier stages of the cascade."""
     steps = "--max_steps 6 --log_every 2"
     if options.size == "full":
         # the cascade's stages end after a number of epochs, and the last stage has 8 steps per epoch
@@ -264,7 +259,6 @@ def speed_row(
 
 
 def published_size(options: Namespace, task: str) -> Iterator[dict]:
-    """Measure a script at its published size (for the cascade: its last stage) and compare it with tools.rehearse."""
     measured = measure_speed(options, task, "speed", [], watch="speed")
     rate, peak, tflop, product = (measured[name] for name in ("rate", "peak", "tflop", "product"))
     yield row("samples/s", rate, f"{measured['batch']} samples per step. {PUBLISHED.get(task, '')}")
@@ -283,7 +277,6 @@ def published_size(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def frameworks(options: Namespace) -> Iterator[dict]:
-    """Measure the speed of our loops relative to other loops with the same models."""
     short = "--batch_size 6 --image_size 32 32 16" if options.size == "full" else "--batch_size 2"
     precision = f"--mixed_precision {'bf16' if options.gpus else 'no'}"
     for name, own in {"survival, short steps": short, "survival, published size": ""}.items():
@@ -300,7 +293,6 @@ def frameworks(options: Namespace) -> Iterator[dict]:
 
 
 def variants(options: Namespace) -> Iterator[dict]:
-    """Measure each script in all precisions, compiled, and with its memory-saving options; on a CPU only MIMIC-CXR."""
     for task in SCRIPTS if options.gpus else ["mimic_cxr"]:
         for name, (flags, tasks) in VARIANTS.items():
             # a CPU does not support fp16 and compiles for minutes
@@ -309,7 +301,6 @@ def variants(options: Namespace) -> Iterator[dict]:
 
 
 def scaling(options: Namespace) -> Iterator[dict]:
-    """Measure samples/s by the number of GPUs, with a constant batch per GPU as in the guides."""
     for task, guide in GUIDES.items():
         for processes in (1, 2, 4, 8):
             if processes <= (options.gpus or 2):
@@ -323,7 +314,6 @@ def scaling(options: Namespace) -> Iterator[dict]:
 
 
 def difference(one: Path, other: Path) -> str:
-    """Return the first difference in losses, gradient norms or final weights of two runs, or "none"."""
     names = ("step", "train/loss", "train/grad_norm")
     rows = ([[line[name] for name in names] for line in training_lines(out)] for out in (one, other))
     for left, right in itertools.zip_longest(*rows):
@@ -334,7 +324,6 @@ def difference(one: Path, other: Path) -> str:
 
 
 def same_answer(options: Namespace, task: str) -> Iterator[dict]:
-    """Check that several processes and one process give the same bits."""
     alone, _ = train(options, task, "alone", [*CHECKED, 0])
     for processes, shares in {options.gpus: "equal", 2: "2,1", 3: "equal"}.items():
         if processes > 1:
@@ -344,7 +333,6 @@ def same_answer(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def resume(options: Namespace, task: str) -> Iterator[dict]:
-    """Check a run that three processes start, that is killed after its first checkpoint, and that two finish."""
     whole, _ = train(options, task, "whole", [*CHECKED, 0])
     out, _ = train(options, task, "resumed", [*CHECKED, 2], 3, watch="killed")
     done = len(training_lines(out))
@@ -400,7 +388,6 @@ def cells(line: dict) -> tuple[str, str, str]:
 
 
 def write_table(page: Path, results: dict[str, dict]) -> None:
-    """Replace the table between the two marks in RESULTS.md."""
     rows = [("part", "what", "value", "note"), ("---",) * 4]
     for part in filter(results.get, PARTS):
         rows += [(part, *cells(line)) for line in results[part]["lines"]]

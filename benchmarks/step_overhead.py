@@ -6,10 +6,9 @@
 
 Two copies of a model train on the same batches in one process, on a GPU if there is one: one in a bare loop (forward,
 backward, clip, update), the other in the script's loop with its checks, agreement between ranks, skipped steps, logs
-and timings. The loops alternate every few steps. The speed is the median of the ratio of the bare loop's time to ours:
-1 means no overhead; the goal is 0.97 for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor
-time more than wall time. The last line for each script is a JSON object: the speed by wall time and our milliseconds
-per step.
+and timings. The speed is the median of the ratio of the bare loop's time to ours: 1 means no overhead; the goal is 0.97
+for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor time more than wall time. The last
+line for each script is a JSON object: the speed by wall time and our milliseconds per step.
 """
 
 import copy

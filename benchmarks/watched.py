@@ -30,7 +30,6 @@ ON_GPU = torch.cuda.is_available()
 
 
 def matrix_product() -> float:
-    """Measure TFLOP/s of a bf16 matrix product on the GPU, or of a small fp32 matrix product on a CPU."""
     side, dtype = (8192, torch.bfloat16) if ON_GPU else (512, torch.float32)
     values = torch.rand(side, side, dtype=dtype, device="cuda" if ON_GPU else "cpu")
     for _ in range(2):
@@ -56,7 +55,6 @@ def measure_machine() -> dict[str, str | float]:
 
 
 def use_random_weights() -> None:
-    """Patch transformers to build models without a weights file from their config.json, directly on their device."""
     import transformers
 
     load = transformers.PreTrainedModel.from_pretrained.__func__

@@ -112,7 +112,6 @@ def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, spl
 
 
 def train(args: Namespace, ranks: du.Ranks) -> int:
-    """Train and evaluate after each epoch, or only evaluate. Returns the exit code of a stop signal, or 0."""
     device = ranks.device
     precision, described = set_precision(args.mixed_precision, device, args.deterministic)
     # nothing is written until Training begins, so all input errors are reported before a run is touched

@@ -1,4 +1,4 @@
-"""What all tests share: one CPU thread a process, the marker of the long ones, and who runs what under xdist."""
+"""Settings of all tests: one CPU thread per process, the `soak` marker, and the distribution of tests by xdist."""
 
 import os
 import re
@@ -7,18 +7,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "soak: takes minutes; `make soak`")
+    config.addinivalue_line("markers", "soak: takes minutes, run by `make soak`")
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """The longest file begins."""
+    """Run test_promise.py first, because it takes longest."""
     items.sort(key=lambda item: item.path.stem != "test_promise")
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """One process takes a file, so that its fixtures are made once; of test_promise.py what is about one script.
+    """Keep a file's tests in one xdist worker, so that module fixtures are made once; split test_promise.py by script.
 
-    That is what --dist loadgroup is for, but xdist 3.8 cannot mark tests of pytest 9.2.
+    `--dist loadgroup` would do this, but xdist 3.8's group marks do not work with pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -1,4 +1,4 @@
-"""utils/checkpoint.py: sealed files, what counts as the newest, best.pt, whose folder it is, the optimizer's state."""
+"""utils/checkpoint.py: sealed files, the newest intact checkpoint, best.pt, run folders, model and optimizer states."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run folder with checkpoints of steps 3, 6 and 9, the second of them the best."""
+    """A run folder with checkpoints of steps 3, 6 and 9; step 6 is the best."""
     (tmp_path / "run_id").write_text(RUN)
     writer = checkpoint.CheckpointWriter(tmp_path, keep_last=3)
     for step in (3, 6, 9):
@@ -40,28 +40,27 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_every_flipped_bit_and_every_cut_is_found(folder):
+def test_seal_detects_flipped_bits_and_truncation(folder):
     path = folder / "step_00000009.pt"
-    whole, chance = path.read_bytes(), random.Random(0)
+    intact, chance = path.read_bytes(), random.Random(0)
     assert checkpoint.read_seal(path) == (9, RUN, "")
     for _ in range(60):
-        broken = bytearray(whole)
-        broken[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        broken = bytearray(intact)
+        broken[chance.randrange(len(intact))] ^= 1 << chance.randrange(8)
         path.write_bytes(broken)
         assert checkpoint.read_seal(path).damage
-    for length in (0, 1, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
+    for length in (0, len(intact) - 1):
+        path.write_bytes(intact[:length])
         assert checkpoint.read_seal(path).damage
 
 
-def test_the_newest_intact_one_of_this_run_counts(folder, capsys):
-    assert checkpoint.find_newest(folder).name == "step_00000009.pt"
+def test_auto_loads_the_newest_intact_checkpoint_of_this_run(folder, capsys):
     checkpoint.write_checkpoint(folder / "step_00000012.pt", contents(12), "f" * 16)
     (folder / "step_00000009.pt").write_bytes(b"torn")
     assert load("auto", folder)["step"] == 6
-    told = capsys.readouterr().out
-    assert "step_00000012.pt: of another run; passed over" in told
-    assert "step_00000009.pt: has no seal" in told
+    output = capsys.readouterr().out
+    assert "step_00000012.pt: of another run; passed over" in output
+    assert "step_00000009.pt: has no seal" in output
     with pytest.raises(InputError, match="step_00000009.pt: damaged"):
         load(folder / "step_00000009.pt", folder)
     with pytest.raises(InputError, match="a checkpoint of test/1; this script's are test/2, with other weights"):
@@ -72,7 +71,7 @@ def test_the_newest_intact_one_of_this_run_counts(folder, capsys):
         load("auto", folder)
 
 
-def test_best_is_another_name_of_its_checkpoint_and_stays(folder):
+def test_best_is_a_hard_link_that_outlives_its_checkpoint(folder):
     assert os.path.samefile(folder / "best.pt", folder / "step_00000006.pt")
     writer = checkpoint.CheckpointWriter(folder, keep_last=1)
     writer.save(contents(12))
@@ -80,28 +79,24 @@ def test_best_is_another_name_of_its_checkpoint_and_stays(folder):
     assert names(folder) == ["best.pt", "step_00000012.pt"]
     assert load(folder / "best.pt", folder)["step"] == 6
     assert torch.equal(load("auto", folder)["model"]["weight"], torch.arange(1000.0) + 12)
-    # weights that change after a save began do not reach it
-    state, copy = contents(15), checkpoint.HostCopy()
-    first = copy(state)["model"]["weight"]
-    state["model"]["weight"].zero_()
-    assert torch.equal(first, contents(15)["model"]["weight"])
 
 
-def test_a_copy_in_host_memory_takes_the_memory_of_the_one_before():
+def test_host_copy_is_independent_and_reuses_its_memory():
     copy, weight = checkpoint.HostCopy(), torch.rand(3, 4, 5, 6).to(memory_format=torch.channels_last)
     state = {"model": {"weight": weight}, "moments": [weight.double(), torch.tensor(3)], "step": 7}
     first = copy(state)
     state["moments"][1] += 1
+    assert first["moments"][1] == 3
     second = copy(state)
     assert second["step"] == 7
     pairs = zip((second["model"]["weight"], *second["moments"]), (weight, *state["moments"]), strict=True)
-    assert all(torch.equal(a, b) and a.stride() == b.stride() and a is not b for a, b in pairs)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
     assert second["model"]["weight"].data_ptr() == first["model"]["weight"].data_ptr()
-    # another shape, as of a further stage
+    # a later stage has weights of another shape
     assert torch.equal(copy({"model": {"weight": weight[:2]}})["model"]["weight"], weight[:2])
 
 
-def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):
+def test_failed_save_leaves_the_previous_checkpoint_and_no_temporary_file(folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -115,8 +110,8 @@ def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_names(tmp_path, monkeypatch):
-    """So that a power cut, too, leaves the checkpoint before or this one."""
+def test_file_is_on_disk_before_it_gets_its_names(tmp_path, monkeypatch):
+    """After a power cut, either the previous checkpoint or this one is intact."""
     done, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: done.append(("fsync", os.fstat(file).st_size)) or sync(file))
     for name in ("link", "replace"):
@@ -128,8 +123,17 @@ def test_a_file_is_on_the_disk_before_it_has_its_names(tmp_path, monkeypatch):
     assert done == [("fsync", 3), ("link", ".b.tmp"), ("replace", "b"), ("replace", "a")]
 
 
+def test_checkpoint_with_code_and_link_in_a_run_folder_are_refused(folder):
+    checkpoint.write_checkpoint(folder / "evil.pt", contents(12) | {"log": os.system}, RUN)
+    with pytest.raises(InputError, match="not a readable checkpoint"):
+        load(folder / "evil.pt", folder)
+    (folder / "metrics.jsonl").symlink_to(folder / "victim")
+    with pytest.raises(InputError, match="a link in a run folder"):
+        checkpoint.lock_run_folder(folder, may_exist=True)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="locks by flock")
-def test_a_lock_is_waited_for_and_the_user_told_once(tmp_path, capsys):
+def test_lock_is_waited_for_with_one_message(tmp_path, capsys):
     import fcntl
 
     with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock", "w") as theirs:
@@ -142,7 +146,7 @@ def test_a_lock_is_waited_for_and_the_user_told_once(tmp_path, capsys):
 
 
 def test_weights_of_another_model_are_refused():
-    """One layer more, of another shape, or less; frozen ones are not saved."""
+    """The other models have one more layer, another shape, or one layer less. Frozen weights are not saved."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     saved = checkpoint.trained_state(model)
     checkpoint.load_trained(model, saved)
@@ -154,8 +158,8 @@ def test_weights_of_another_model_are_refused():
     assert list(checkpoint.trained_state(model)) == ["1.weight", "1.bias"]
 
 
-def test_an_optimizer_goes_on_with_its_moments_by_the_flags_of_this_start():
-    """Moments take the strides of their parameters: fused AdamW pairs memory with memory, whatever the layout."""
+def test_optimizer_resumes_with_its_moments_and_this_starts_flags():
+    """Moments get the strides of their parameters: fused AdamW ignores strides and pairs elements by memory order."""
     torch.manual_seed(0)
     images, layers = torch.randn(2, 3, 5, 5), [nn.Conv2d(3, 4, 3) for _ in range(2)]
     layers[0].to(memory_format=torch.channels_last)
@@ -177,22 +181,25 @@ def test_an_optimizer_goes_on_with_its_moments_by_the_flags_of_this_start():
         checkpoint.restore_optimizer(torch.optim.AdamW([nn.Parameter(images)]), optimizers[0].state_dict())
 
 
-def test_a_run_that_was_resumed_elsewhere_begins_a_folder_of_its_own(folder, tmp_path_factory):
+def test_run_resumed_into_another_folder_gets_an_id_of_its_own(folder, tmp_path_factory):
+    """best.pt is copied unless it is from a later step; the log is not. Only --overwrite replaces another run."""
     other = tmp_path_factory.mktemp("other")
     saved = load(folder / "step_00000006.pt", other)
-    # the best so far comes along, one of a later step does not
     assert checkpoint.begin_run(other, saved) is True
     assert checkpoint.read_seal(other / "best.pt").run_id == checkpoint.read_run_id(other) != RUN
     early = load(folder / "step_00000003.pt", other)
     assert checkpoint.begin_run(tmp_path_factory.mktemp("early"), early) is False
     assert checkpoint.find_newest(other).name == "step_00000006.pt"
-    # whose log stays behind
     assert load("auto", other)["log"] == {"bytes": 0}
+    with pytest.raises(InputError, match="holds another run"):
+        checkpoint.begin_run(other, early)
+    checkpoint.begin_run(other, early, overwrite=True)
+    assert names(other) == ["step_00000003.pt"]
     assert len(names(folder)) == 4
 
 
-def test_going_back_makes_later_checkpoints_of_the_run_disappear(folder):
-    """Back to the best of an earlier part, which is the best again; then to one before any."""
+def test_going_back_deletes_later_checkpoints_of_the_run(folder):
+    """First to the best of an earlier stage, which becomes best.pt again, then to a step before any best."""
     shutil.copy(folder / "step_00000006.pt", folder / "first_best.pt")
     shutil.copy(folder / "step_00000009.pt", folder / "second_best.pt")
     shutil.copy(folder / "step_00000009.pt", folder / "best.pt")

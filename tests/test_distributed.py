@@ -1,4 +1,4 @@
-"""distributed_utils.py by real processes: what ranks tell each other, exact sums, a clean end; launchers, schedules."""
+"""distributed_utils.py, mostly with real processes: collectives, exact sums, clean exits, launchers, schedules."""
 
 import os
 import re
@@ -16,7 +16,7 @@ import distributed_utils as du
 from utils.cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-# what the programs below begin with
+# beginning of the programs below
 HEAD = """
 import copy, hashlib, multiprocessing, os, signal, time, torch
 import distributed_utils as du
@@ -34,7 +34,7 @@ def show(*values):
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(processes, code): what rank 0 shows of a program whose work(ranks) is this code, and its errors."""
+    """launch(processes, code): run a program in which `code` defines work(ranks); return show()'s lines and stderr."""
 
     def start(processes: int, code: str, returns: int = 0) -> tuple[list[str], str]:
         path = tmp_path / "program.py"
@@ -49,8 +49,8 @@ def launch(tmp_path):
     return start
 
 
-def test_what_ranks_tell_each_other(launch):
-    """Five of them: a tree that is not full. A sum may go on beside other messages, some of more than one part."""
+def test_collectives_on_five_ranks(launch):
+    """The reduction tree of five ranks is not full. A background sum runs beside messages of more than one part."""
     shown, errors = launch(
         5,
         """
@@ -84,7 +84,7 @@ def work(ranks):
     assert errors.splitlines()[-1] == "error: only rank 1 met this"
 
 
-def test_the_first_process_says_why_though_others_leave_before_it(launch):
+def test_error_of_rank_0_is_printed_even_if_other_ranks_exit_first(launch):
     code = """
 def main(args):
     try:
@@ -112,37 +112,37 @@ def work(ranks):
         model.zero_grad()
         images = torch.randn(7, 4, 3, 8, 8)
         own = range(7 * ranks.rank // ranks.world_size, 7 * (ranks.rank + 1) // ranks.world_size)
-        for leaf in own:
-            with exact.around_micro_batch(last=leaf == own[-1]):
-                exact.backward(model(images[leaf]).sum(), torch.tensor(10.0 ** (leaf - 5)))
-        off_grid = (exact.flat * 2.0**40 % 1).any()
+        for number in own:
+            with exact.around_micro_batch(last=number == own[-1]):
+                exact.backward(model(images[number]).sum(), torch.tensor(10.0 ** (number - 5)))
+        unrounded = (exact.flat * 2.0**40 % 1).any()
         exact.finish_sum()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     show(hashlib.sha256(b"".join(g.numpy().tobytes() for g in gradients)).hexdigest())
-    # against float64 throughout
-    sum(double(images[leaf].double()).sum() * 10.0 ** (leaf - 5) for leaf in range(7)).backward()
+    # compare with a model in float64
+    sum(double(images[number].double()).sum() * 10.0 ** (number - 5) for number in range(7)).backward()
     pairs = zip(gradients, (p.grad for p in double.parameters() if p.requires_grad))
-    show(max(((a - b).norm() / b.norm()).item() for a, b in pairs) < 3e-6 and not off_grid)
+    show(max(((a - b).norm() / b.norm()).item() for a, b in pairs) < 3e-6 and not unrounded)
 """
 
 
-def test_exact_sum_is_the_same_at_any_number_of_processes(launch):
-    """Also where a rank has no leaf, of micro-batches that differ by a factor of a million, and it is their sum."""
+def test_exact_gradient_sum_does_not_depend_on_the_number_of_processes(launch):
+    """The seven micro-batches' gradients differ by a factor of a million, and one of eight ranks has none of them."""
     one, eight = (launch(processes, EXACT)[0] for processes in (1, 8))
     assert one == eight
     assert one[1] == "True"
 
 
-def test_on_grid_adds_without_rounding():
-    # partial sums stay far below 2**13
+def test_numbers_rounded_for_an_exact_sum_add_up_in_any_order():
+    # all partial sums stay below 2**13
     values = du.round_for_exact_sum(torch.randn(10_000) * 10.0 ** torch.randint(-6, 2, (10_000,)))
     assert len({values[torch.randperm(10_000)].cumsum(0)[-1].item() for _ in range(20)}) == 1
     assert du.round_for_exact_sum(torch.tensor([float("nan"), float("inf"), 0.1])).tolist()[1] == float("inf")
     assert abs(du.round_for_exact_sum(torch.tensor(0.1)).item() - torch.tensor(0.1).item()) < 2.0**-40
 
 
-def test_a_loading_process_that_ignores_sigterm_does_not_outlive_the_run(launch):
-    """At its exit Python sends SIGTERM to daemons and waits for them."""
+def test_worker_that_ignores_sigterm_does_not_outlive_the_run(launch):
+    """At exit, Python sends SIGTERM to daemon processes and waits for them."""
     begun = time.monotonic()
     launch(
         1,
@@ -159,8 +159,8 @@ def work(ranks):
     assert time.monotonic() - begun < 60
 
 
-def test_a_clean_run_writes_no_errors(tmp_path):
-    """DDP on two ranks with loading processes; a loop of one's own that keeps its loader to the end."""
+def test_successful_run_writes_nothing_to_stderr(tmp_path):
+    """DDP on two ranks with DataLoader workers, and a user's own loop that keeps its loader alive until exit."""
     loop = """
 import torch
 from distributed_utils import create_distributed_dataloader
@@ -180,43 +180,34 @@ for batch in loader: pass
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}, (3, 1, 4, "torchrun")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 0, 2, "deepspeed or torch.distributed")),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, (0, 0, 1, "python")),
-        ({"SLURM_STEP_NODELIST": "n[07-09,12]", "SLURM_STEP_ID": "2"}, (5, 1, 8, "srun")),
-        *(({"SLURM_STEP_NODELIST": nodes}, (5, 1, 8, "srun")) for nodes in ("n07,n08", "n07", "n07,m[08-09]")),
-        ({"SLURM_STEP_NODELIST": "rack[1-2]n[07-09]-ib,x"}, (5, 1, 8, "srun")),
     ],
 )
-def test_launchers(monkeypatch, variables, expected):
-    """srun's tasks meet on the first node of the step, at a port that follows from the numbers of job and step."""
-    for name in [*os.environ, "MASTER_ADDR", "MASTER_PORT"]:
-        if re.match("RANK|WORLD_SIZE|LOCAL_RANK|TORCHELASTIC|SLURM|MASTER", name):
-            # set first, so that what the call sets is undone as well
-            monkeypatch.setenv(name, "")
-            monkeypatch.delenv(name)
-    if "SLURM_STEP_NODELIST" in variables:
-        tasks = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
-        variables = variables | tasks
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_rank_and_launcher_come_from_the_environment(monkeypatch, variables, expected):
+    monkeypatch.setattr(os, "environ", variables)
     assert du.read_environment() == expected
-    if expected[3] == "srun":
-        address = "rack1n07-ib" if "rack" in variables["SLURM_STEP_NODELIST"] else "n07"
-        port = "25474" if "SLURM_STEP_ID" in variables else "23456"
-        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (address, port)
 
 
-def test_a_rank_that_cannot_join_says_so():
-    """One line from each such rank, whatever its number: the others may wait for it."""
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n[07-09,12]", "n07"), ("n07,m[08-09]", "n07"), ("rack[1-2]n[07-09]-ib,x", "rack1n07-ib")],
+)
+def test_srun_tasks_meet_on_the_first_node(monkeypatch, nodes, first):
+    """The port is computed from the numbers of the job and the step."""
+    variables = {"JOB_ID": "123456", "STEP_ID": "2", "STEP_NODELIST": nodes, "STEP_NUM_TASKS": "8"}
+    variables |= {"PROCID": "5", "LOCALID": "1"}
+    environment = {f"SLURM_{name}": value for name, value in variables.items()}
+    monkeypatch.setattr(os, "environ", environment)
+    assert du.read_environment() == (5, 1, 8, "srun")
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (first, "25474")
+
+
+def test_rank_that_cannot_join_prints_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        variables = place | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = os.environ | place | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         code = "import distributed_utils as du\nwith du.setup_distributed(2): pass"
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            timeout=60,
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -224,21 +215,18 @@ def test_a_rank_that_cannot_join_says_so():
     assert "address already in use" in line
 
 
-def test_what_a_launcher_may_not_ask_for(monkeypatch):
-    """A rank that is no number; more processes than GPUs."""
-    monkeypatch.setenv("RANK", "x")
-    monkeypatch.setenv("WORLD_SIZE", "3")
+def test_invalid_rank_and_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "x", "WORLD_SIZE": "3"})
     with pytest.raises(InputError, match="RANK must be a whole number, not 'x'"):
         du.read_environment()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
+    os.environ |= {"RANK": "0", "LOCAL_WORLD_SIZE": "3"}
     with pytest.raises(InputError, match="3 processes on a machine with 2 GPUs"), du.setup_distributed():
         pass
 
 
-def test_schedule():
-    """Linear warm-up, then a cosine to 0 or a constant; the guide's scaling of the rate."""
+def test_learning_rate_schedule_and_scaling():
+    """Linear warm-up, then a cosine to 0 or a constant; guide 0's scaling by the batch size."""
     assert [du.schedule(step, 10, 4, "constant") for step in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1, 1, 1]
     assert [round(du.schedule(step, 10, 4, "cosine"), 4) for step in (3, 4, 7, 10)] == [1, 1, 0.5, 0]
     assert [du.scale_learning_rate(2.0, 4, rule) for rule in ("linear", "sqrt", "none")] == [8, 4, 2]
@@ -246,16 +234,16 @@ def test_schedule():
 
 @pytest.mark.parametrize("crashed", [True, False])
 def test_silent_ranks_are_named_once(crashed, capsys):
-    """By the first of the ranks that gave up waiting; a rank that crashed has said why itself."""
+    """The first rank that times out names them. A rank that crashed has printed its own error and is not named."""
     store = dist.HashStore()
     ranks = [du.Ranks(rank, 3, torch.device("cpu"), "torchrun", store) for rank in range(3)]
     store.set("place of 2", "step 7")
     store.set("rank 1 has ended", "")
     if crashed:
         du.name_silent_ranks(ranks[2], ValueError("a mistake"), wait=0)
-    told = []
+    printed = []
     for rank in ranks[:2]:
         du.name_silent_ranks(rank, RuntimeError("gloo: timed out"), wait=0)
-        told.append(capsys.readouterr().err)
+        printed.append(capsys.readouterr().err)
     line = "error: rank 2 (step 7) hangs or was killed, the others waited in vain; "
-    assert told == ["" if crashed else f"{line}stacks: hang_rank*.txt in the run folder\n", ""]
+    assert printed == ["" if crashed else f"{line}stacks: hang_rank*.txt in the run folder\n", ""]

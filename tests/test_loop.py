@@ -1,13 +1,13 @@
-"""utils/loop.py, utils/engine.py and utils/log.py: what an update does to the weights, what a line of the log holds."""
+"""utils/loop.py, utils/engine.py and utils/log.py: updates, log lines, curves, noise, gpu_shares, the best score."""
 
 import copy
 import json
 import os
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import distributed_utils as du
 from examples import minimal
 from utils import checkpoint
-from utils.cli import RunError
+from utils.cli import InputError, RunError
 from utils.engine import make_engine
 from utils.log import RunLog, draw_curves
 from utils.loop import BatchPlan, Plan, Run, Training, _time_pass, gpu_shares_from, seed_noise
@@ -26,21 +26,19 @@ CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
 
 
 def begin(folder: Path, *words: str, steps: int = 20) -> Training:
-    """A training of two weights, with the flags of examples/minimal.py."""
+    """A Training of a model with two weights. words: further flags of examples/minimal.py."""
     args = minimal.parse_args(["--output_dir", str(folder), *words])
     model = nn.Linear(2, 1, bias=False)
     engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=9.0, fused=True), "no", args, CPU.device)
     return Training(Run("test/1", args, CPU), args, engine, Plan(BatchPlan(4, 4, 1.0, [1]), steps, ["loss"], {}))
 
 
-@pytest.mark.parametrize(("clip", "scale"), [(0.5, 0.5 / 5), (0, 1), (100, 1)])
-def test_an_update_by_clipped_gradients(clip, scale):
-    """The norm is that before; 0 leaves them as they are."""
-    layer = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=9.0, fused=True)
-    engine = make_engine(
-        layer, optimizer, "no", Namespace(grad_clip=clip, compile=False, deterministic=False), CPU.device
-    )
+@pytest.mark.parametrize(("clip", "scale"), [("0.5", 0.5 / 5), ("0", 1)])
+def test_update_clips_gradients_and_skips_non_finite_ones(tmp_path, clip, scale):
+    """update() returns the norm before clipping. --grad_clip 0 does not clip."""
+    with begin(tmp_path, "--grad_clip", clip) as training:
+        engine = training.engine
+    layer = engine.model
     layer.weight.grad = torch.tensor([[3.0, 4.0]])
     expected = layer.weight - 0.1 * scale * layer.weight.grad
     assert engine.update(0.1) == 5
@@ -52,11 +50,8 @@ def test_an_update_by_clipped_gradients(clip, scale):
     assert torch.equal(layer.weight, before)
 
 
-def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
-    """Of the finite ones; an interval goes on where a checkpoint cut it, and so does the row of skipped steps.
-
-    A flag that is another than before is named.
-    """
+def test_log_line_is_the_mean_of_the_finite_values_of_its_interval(tmp_path, capsys):
+    """A resumed run continues its checkpoint's interval and count of skipped steps, and prints flags that changed."""
     args = SimpleNamespace(log_every=10, max_bad_steps=3, wandb=None, learning_rate=0.1)
     log = RunLog(tmp_path, CPU, ["loss"], args, None, 0)
     for step, loss in enumerate((1.0, float("nan")), start=1):
@@ -67,12 +62,12 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
     args.learning_rate, args.num_workers = 0.2, 4
     log = RunLog(tmp_path, CPU, ["loss"], args, saved, 2)
     assert "other flags than at the run's last start: learning_rate 0.1 -> 0.2\n" in capsys.readouterr().out
-    # args.yaml cut short by a kill stops nobody
+    # a truncated args.yaml does not keep a run from resuming
     for rest in ("", "a: ["):
         (tmp_path / "args.yaml").write_text(rest)
         log.close()
         log = RunLog(tmp_path, CPU, ["loss"], args, copy.deepcopy(saved), 2)
-    # two micro-batches
+    # the losses of two micro-batches, then the gradient norm
     log.step(list(torch.tensor([1.0, 2.0, float("nan")])), 3, 4, 0.2)
     capsys.readouterr()
     log.write_interval(3, 1, 9)
@@ -85,28 +80,27 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
     log.close()
 
 
-def test_noise_of_an_older_version_goes_on():
-    """Checkpoints hold no random state, so this number may never change."""
-    seed_noise(CPU.device, 5, 7, 2)
-    assert torch.initial_seed() == 12151908989600622437
-
-
-def test_the_lines_that_a_checkpoint_counts_are_on_the_disk(tmp_path, monkeypatch):
-    """So that a power cut, too, leaves no checkpoint without its lines."""
+def test_checkpoint_is_written_after_its_log_lines_are_on_disk(tmp_path, monkeypatch):
+    """A power cut never leaves a checkpoint without its log lines. Metrics may be NumPy numbers."""
     sizes, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size) or sync(file))
     with begin(tmp_path) as training:
-        training.log.write(2, 1, {"val/loss": 7.0})
         sizes.clear()
-        training.save()
-        # as after a stop signal, while the checkpoint is written
+        training.evaluation_due = True
+        training.record({"val/loss": np.float64(7)}, "val/loss")
+        # a stop signal can close the log while the checkpoint is being written
         training.log.close()
         training.flush()
         saved = checkpoint.load_checkpoint("auto", tmp_path, "test/1")
     assert sizes == [saved["log"]["bytes"], (tmp_path / "step_00000000.pt").stat().st_size]
 
 
-def test_only_a_loader_that_starts_processes_waits_for_the_checkpoint(tmp_path):
+def test_second_run_in_a_folder_is_refused(tmp_path):
+    with begin(tmp_path), pytest.raises(InputError, match="another run is writing here"):
+        begin(tmp_path)
+
+
+def test_only_a_loader_that_forks_waits_for_the_checkpoint_thread(tmp_path):
     options = {"collate_fn": list}
     alone, forked = (DataLoader(range(4), 2, num_workers=n, persistent_workers=n > 0, **options) for n in (0, 1))
     with begin(tmp_path) as training:
@@ -120,7 +114,7 @@ def test_only_a_loader_that_starts_processes_waits_for_the_checkpoint(tmp_path):
 
 
 def test_curves_show_the_log(tmp_path):
-    """The training loss on the left, each metric of the evaluations on the right; lines without one are left out."""
+    """The training loss is on the left, validation metrics are on the right; missing values are left out."""
     lines = [
         {"step": 1, "train/loss": 3.0},
         {"step": 2, "val/loss": 2.0, "val/dice": 0.5},
@@ -133,29 +127,36 @@ def test_curves_show_the_log(tmp_path):
     assert drawn == [{"train/loss": [[1, 3], [4, 1]]}, {"val/dice": [[2, 0.5], [4, 0.7]], "val/loss": [[2, 2]]}]
 
 
-def test_what_is_shown(tmp_path, capsys):
-    """A run of days says so, once; TensorBoard has no details."""
-    log = RunLog(tmp_path, CPU, ["loss"], SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
-    log.opened -= 50
-    log.warn_if_long(20_000)
-    log.opened -= 50
-    assert not capsys.readouterr().out
-    log.warn_if_long(20_000)
-    assert "at the speed of its first steps the training takes 11.6 days more" in capsys.readouterr().out
-    log.warn_if_long(20_000)
-    assert not capsys.readouterr().out
-    log.writer = Mock()
-    log.write(
-        1, 1, {"val/auc": 0.5, "val/auc/3y": 0.5, "val/auc_low": 0.4, "val/return_optimal": 1.0, "val/loss": None}
-    )
+def test_run_of_days_is_announced_once(tmp_path, capsys):
+    with begin(tmp_path) as training:
+        log, shown = training.log, []
+        for seconds in (50, 50, 0):
+            capsys.readouterr()
+            log.opened -= seconds
+            log.warn_if_long(20_000)
+            shown.append(capsys.readouterr().out)
+    assert "at the speed of its first steps the training takes 11.6 days more" in shown.pop(1)
+    assert shown == ["", ""]
+
+
+def test_tensorboard_gets_no_interval_bounds_constants_or_details(tmp_path):
+    with begin(tmp_path) as training:
+        log, metrics = training.log, {"val/auc": 0.5, "val/auc/3y": 0.5, "val/auc_low": 0.4, "val/return_optimal": 1.0}
+        log.writer = Mock()
+        log.write(1, 1, metrics | {"val/loss": None})
     summary, step = log.writer.file_writer.add_summary.call_args[0]
     assert [(shown.tag, shown.simple_value, step) for shown in summary.value] == [("val/auc", 0.5, 1)]
     assert len(json.loads((tmp_path / "metrics.jsonl").read_text())) == 7
-    log.close()
 
 
-def test_the_ranks_agree_about_the_next_step_while_this_one_computes(tmp_path, monkeypatch):
-    """Not past an evaluation. A signal that comes while a step computes ends the run after the next."""
+def test_profile_of_no_remaining_step_is_a_warning(tmp_path, capsys):
+    with begin(tmp_path, "--profile", "21:25"):
+        pass
+    assert "warning: --profile 21:25: no trace, as this start makes steps 1 to 20\n" in capsys.readouterr().out
+
+
+def test_ranks_agree_on_the_next_step_while_this_one_computes(tmp_path, monkeypatch):
+    """Except across an evaluation. A stop signal during a step ends the run after the next step."""
     seen = []
     monkeypatch.setattr(
         du, "begin_sum", lambda facts: seen.append("begun") or (lambda: seen.append("awaited") or facts)
@@ -178,8 +179,8 @@ def test_the_ranks_agree_about_the_next_step_while_this_one_computes(tmp_path, m
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_best_is_the_highest_or_the_lowest_that_is_finite(tmp_path, monkeypatch, sign):
-    """The later of two that are equal."""
+def test_best_is_the_highest_or_lowest_finite_score(tmp_path, monkeypatch, sign):
+    """The later of two equal scores is the best."""
     saved = []
     with begin(tmp_path) as training:
         monkeypatch.setattr(training, "save", saved.append)
@@ -191,7 +192,10 @@ def test_best_is_the_highest_or_the_lowest_that_is_finite(tmp_path, monkeypatch,
         assert position.best_metrics == {"val/score": sign * 0.7, "val/step": 5}
 
 
-def test_noise_is_a_function_of_seed_step_and_leaf():
+def test_noise_is_a_function_of_seed_step_and_micro_batch():
+    """Checkpoints hold no random state, so the seed below must never change."""
+    seed_noise(CPU.device, 5, 7, 2)
+    assert torch.initial_seed() == 12151908989600622437
     drawn = set()
     for position in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (-1, 0, 0), (0, 0, 0)):
         seed_noise(CPU.device, *position)
@@ -202,20 +206,18 @@ def test_noise_is_a_function_of_seed_step_and_leaf():
 @pytest.mark.parametrize(
     ("seconds", "shares"),
     [
-        ([1.0, 1.21], [10, 10]),
         ([1.1, 1.0, 1.24], [10, 10, 10]),
-        ([1.0, 1.5], [10, 7]),
-        ([1.0, 99.0], [10, 1]),
-        # two kinds of GPU, each with noise of its own
+        ([1.0, 1.5, 99.0], [10, 7, 1]),
+        # two kinds of GPU with noisy timings
         ([2.1, 1.0, 2.0, 1.1], [5, 10, 5, 10]),
-    ],  # fmt: skip
+    ],
 )
-def test_noise_alone_does_not_change_the_shares_of_equal_devices(seconds, shares):
+def test_timing_noise_does_not_change_gpu_shares(seconds, shares):
     assert gpu_shares_from(seconds) == shares
 
 
-def test_trying_a_batch_leaves_neither_gradients_nor_other_buffers():
-    """Its time is the mean of the passes that half a second holds, after one that does not count."""
+def test_timing_a_pass_leaves_no_gradients_and_the_same_buffers():
+    """The time is the mean over half a second of passes, after a warm-up pass."""
     model, sizes = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), []
     before = copy.deepcopy(model.state_dict())
     seconds = _time_pass(lambda size: sizes.append(size) or model(torch.rand(size, 3)).sum().backward(), model, 4)

@@ -1,8 +1,8 @@
-"""The project's promise, held by starting the scripts as a user does: with python, and with torchrun on 2 to 5 ranks.
+"""The project's contract, tested by starting the scripts as a user does: with python and with torchrun on 2 to 5 ranks.
 
-The number of processes changes how long a run takes, never what it computes; a run killed anywhere resumes as if
-nothing had happened. Under --deterministic both hold to the bit, so nothing here has a tolerance. A script is added by
-one entry in SCRIPTS; `examples/minimal.py` stands for what the foundation does, the others for what each can break.
+The number of processes changes how long a run takes, never its result, and a run killed at any moment resumes as if
+nothing had happened. With --deterministic both hold to the bit, so most comparisons here have no tolerance. What all
+scripts share is tested on `examples/minimal.py`. To test a new script, add an entry to SCRIPTS.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Script:
-    """A script and flags for some short steps with dropout, an uneven last one, several micro-batches a rank."""
+    """A script, with flags for a short run with dropout, an uneven last step and several micro-batches per rank."""
 
     path: str
     flags: str
@@ -53,7 +53,7 @@ PRS_MED = Script(
     "--effective_batch_size 7 --batch_size 2 --num_epochs 2 --lora_dropout 0.05 --max_new_tokens 4 --augmentation "
     "--unet_steps 2 --absent 0.2",
     steps_before_kill=3,
-    # fewer validation batches than processes
+    # one validation batch, so fewer than processes
     data=("prs_med", "--num_train", "9", "--num_val", "1", "--num_test", "3", "--image_size", "48"),
 )
 SURVIVAL = Script(
@@ -94,15 +94,15 @@ COMPRESSED_AD = Script(
     data_flag="--data {0}",
 )
 SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL, MIMIC_CXR, CASCADE, COMPRESSED_AD]
-# torchrun, deepspeed and accelerate are those beside this python
+# so that torchrun, deepspeed and accelerate are the ones installed beside this Python
 PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
-# a number of these is another at each run
+# suffixes of values that differ between identical runs
 TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
 
 
 @pytest.fixture(scope="module")
-def data_root(tmp_path_factory):
-    """The sample data of a script's task, made once."""
+def data_flags(tmp_path_factory):
+    """data_flags(script): flags for the script's sample data, which are generated once."""
     made = {}
 
     def make(script: Script) -> str:
@@ -121,12 +121,21 @@ def data_root(tmp_path_factory):
     return make
 
 
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """The run folder of a test. The output of its last start is in run.txt beside it, see output_of()."""
+    return tmp_path / "run"
+
+
 @pytest.fixture(scope="module")
-def start(data_root):
-    """start(script, folder, flags, processes, fault): a run begun; its output goes to <folder>.txt."""
+def start(data_flags):
+    """start(script, folder, flags, processes, fault): start a run in the background, with a fault of with_fault.py.
+
+    exact: with --deterministic. save: the flag --save_every, or "" for the default.
+    """
 
     def begin(
-        script, folder, flags="", processes=1, fault="", exact=True, env=None, launcher="", **options
+        script, folder, flags="", processes=1, fault="", exact=True, save="--save_every 3", launcher="", **options
     ) -> subprocess.Popen:
         command = [sys.executable]
         if launcher:
@@ -135,53 +144,93 @@ def start(data_root):
             command += [str(ROOT / "utils/torchrun.py"), "--standalone", f"--nproc_per_node={processes}"]
         if fault:
             command += [str(ROOT / "tests/with_fault.py"), fault]
-        words = f"--num_workers 0 --log_every 1 --save_every 3 --dist_timeout 60 {'--deterministic' * exact}"
-        words += f" {script.flags} {data_root(script)} {flags}"
+        words = f"--num_workers 0 --log_every 1 --dist_timeout 60 {save} {'--deterministic' * exact}"
+        words += f" {script.flags} {data_flags(script)} {flags}"
         command += [str(ROOT / script.path), "--output_dir", str(folder), *words.split()]
         with open(f"{folder}.txt", "w") as output:
-            return subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | PATH | (env or {}), stdout=output, stderr=output,
-                start_new_session=True, **options,
-            )  # fmt: skip
+            options |= {"env": os.environ | PATH, "stdout": output, "stderr": output}
+            return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
 
     return begin
 
 
 @pytest.fixture(scope="module")
 def run(start):
-    """run(script, folder, ...): a run from start to end; returns its output."""
+    """run(script, folder, ..., code): run to the end, check the exit code and return the output."""
 
     def wait(script, folder, *args, code=0, **options) -> str:
         ended = start(script, folder, *args, **options).wait(timeout=300)
-        text = Path(f"{folder}.txt").read_text()
-        assert ended == code, text
-        return text
+        assert ended == code, output_of(folder)
+        return output_of(folder)
 
     return wait
 
 
 @pytest.fixture(scope="module")
-def whole(run, tmp_path_factory):
-    """The run folder of a script on one process, uninterrupted."""
+def run_and_kill(start):
+    """run_and_kill(script, folder, steps, flags, processes): start a slow run, kill all its processes after `steps`."""
+
+    def kill(script, folder, steps, flags="", processes=2, fault="slow", **options) -> None:
+        process = start(script, folder, f"--save_every 1 {flags}", processes, fault, **options)
+        wait_for_steps(folder, steps)
+        kill_all(process)
+
+    return kill
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(run, tmp_path_factory):
+    """uninterrupted(script): run folder of the script's uninterrupted run on one process, shared by all tests."""
     made = {}
 
     def make(script: Script) -> Path:
         if script not in made:
-            made[script] = tmp_path_factory.mktemp("whole") / str(script)
+            made[script] = tmp_path_factory.mktemp("uninterrupted") / str(script)
             run(script, made[script])
         return made[script]
 
     return make
 
 
+@pytest.fixture(scope="module")
+def resume_exactly(run, uninterrupted):
+    """resume_exactly(script, folder, processes): resume to the end; the result must be the uninterrupted run's."""
+
+    def resume(script, folder, processes=1) -> None:
+        run(script, folder, "--resume_from auto", processes)
+        assert_same(folder, uninterrupted(script))
+
+    return resume
+
+
+@pytest.fixture(scope="module")
+def eight_steps(run, tmp_path_factory):
+    """The run folder of examples/minimal.py after --max_steps 8, with checkpoints of steps 6 and 8."""
+    folder = tmp_path_factory.mktemp("eight") / "run"
+    run(MINIMAL, folder, "--max_steps 8")
+    return folder
+
+
+def output_of(folder: Path) -> str:
+    return Path(f"{folder}.txt").read_text()
+
+
 def read_log(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl, without what is measured by the clock."""
+    """The lines of metrics.jsonl without timings and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]
 
 
+def skipped_steps(folder: Path) -> list[int]:
+    return [line["step"] for line in read_log(folder) if line.get("train/skipped")]
+
+
+def saved_steps(folder: Path) -> set[int]:
+    return {int(path.stem[5:]) for path in folder.glob("step_*.pt")}
+
+
 def assert_same(folder: Path, other: Path) -> None:
-    """Every logged number and every weight is the same to the bit, and so is what the run ends with."""
+    """Every logged number, every weight and the summary are the same to the bit."""
     assert read_log(folder) == read_log(other)
     assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     ends = [json.loads((path / "summary.json").read_text()).items() for path in (folder, other)]
@@ -189,8 +238,17 @@ def assert_same(folder: Path, other: Path) -> None:
     assert one == two
 
 
+def assert_close(folder: Path, other: list[dict], rel: float = 1e-6) -> None:
+    """Every logged number is the same up to rounding: to `rel`, or to 2e-6 where it is small."""
+    lines = read_log(folder)
+    assert [line.keys() for line in lines] == [line.keys() for line in other]
+    for one, two in zip(lines, other, strict=True):
+        for name in one:
+            assert one[name] == pytest.approx(two[name], rel=rel, abs=2e-6), (one["step"], name)
+
+
 def assert_tensorboard_has_the_log(folder: Path) -> None:
-    """Each line of the log once, whatever was killed and made again."""
+    """TensorBoard shows each line of the log once, although some steps were repeated after a kill."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown, lines = EventAccumulator(str(folder / "logs"), {"scalars": 0}).Reload(), read_log(folder)
@@ -201,15 +259,15 @@ def assert_tensorboard_has_the_log(folder: Path) -> None:
 
 
 def wait_for_steps(folder: Path, steps: int) -> None:
-    """Until the run that was started last has made so many steps."""
-    output, deadline = Path(f"{folder}.txt"), time.monotonic() + 120
-    while output.read_text().count("| loss ") < steps:
-        assert time.monotonic() < deadline, output.read_text()
+    """Wait until the latest start has logged this many steps."""
+    deadline = time.monotonic() + 120
+    while output_of(folder).count("| loss ") < steps:
+        assert time.monotonic() < deadline, output_of(folder)
         time.sleep(0.02)
 
 
 def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL to a launcher and all its ranks, which torchrun puts into sessions of their own."""
+    """Send SIGKILL to a launcher and its ranks, which are in sessions of their own under torchrun."""
     parent = psutil.Process(process.pid)
     for victim in [parent, *parent.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -221,128 +279,98 @@ def error_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-def flip_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-# --- any number of processes, killed anywhere: every script -----------------------------------------------------------
+# --- every script: any number of processes, killed at any moment ------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_three_processes_are_one(script, run, whole, tmp_path):
-    """Dropout, augmentation, an uneven last step, unequal numbers of micro-batches: the same bits, scores included.
+def test_three_processes_give_the_bits_of_one(script, run, resume_exactly, uninterrupted, folder):
+    """In an epoch's last step, which is smaller, the ranks have unequal numbers of micro-batches.
 
-    And where it is killed in what follows the last step, the final test.
+    Deleting summary.json simulates a kill in the final test, which a resumed run repeats.
     """
-    folder = tmp_path / "run"
     run(script, folder, "", 3)
-    assert_same(folder, whole(script))
+    assert_same(folder, uninterrupted(script))
     (folder / "summary.json").unlink()
-    run(script, folder, "--resume_from auto")
-    assert_same(folder, whole(script))
+    resume_exactly(script, folder)
 
 
 KILLED = [*((script, script.steps_before_kill) for script in SCRIPTS), (SURVIVAL, 7)]
 
 
 @pytest.mark.parametrize(("script", "steps"), KILLED, ids=str)
-def test_killed_anywhere_and_resumed_on_others(script, steps, start, run, whole, tmp_path):
-    """2 processes killed, 1 stopped by SIGTERM, its newest checkpoint damaged, 2 to the end: as if nothing happened.
+def test_killed_run_resumes_on_other_number_of_processes(
+    script, steps, start, run, run_and_kill, uninterrupted, folder
+):
+    """2 processes are killed, 1 is stopped by SIGTERM, its newest checkpoint is damaged, and 2 run to the end.
 
-    No batch flag is needed on the way: the step belongs to the run. After 7 steps survival is in an inner fold.
+    Resuming needs no batch flags. After 7 steps survival is in an inner fold.
     """
-    folder = tmp_path / "run"
-    process = start(script, folder, "--save_every 1", 2, fault="slow")
-    wait_for_steps(folder, steps)
-    kill_all(process)
+    run_and_kill(script, folder, steps)
 
     later = replace(script, flags=re.sub(r"--(effective_)?batch_size \d+ ", "", script.flags))
     resume = "--resume_from auto --save_every 1"
     process = start(later, folder, resume, fault="slow")
     wait_for_steps(folder, 1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143, Path(f"{folder}.txt").read_text()
-    assert "signal: saved at step" in Path(f"{folder}.txt").read_text()
+    assert process.wait(timeout=60) == 143, output_of(folder)
+    assert "signal: saved at step" in output_of(folder)
 
     newest = max(folder.glob("step_*.pt"))
-    flip_byte(newest)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
     text = run(later, folder, resume, 2)
     assert f"{newest.name}: its bytes are not those that were written; passed over" in text
-    assert_same(folder, whole(script))
+    assert_same(folder, uninterrupted(script))
     assert_tensorboard_has_the_log(folder)
-
-
-@pytest.mark.parametrize("script", [MINIMAL, CASCADE], ids=str)
-def test_nan_on_one_rank(script, run, tmp_path):
-    """All ranks skip the step together (their weights are compared at each save); the run goes on."""
-    run(script, tmp_path / "run", "", 2, fault="nan@2@1")
-    lines = [line for line in read_log(tmp_path / "run") if "train/loss" in line]
-    assert [line["step"] for line in lines if line["train/skipped"]] == [2]
-    assert lines[-1]["train/loss"] is not None
-
-
-@pytest.mark.parametrize(("script", "processes"), [*((script, 1) for script in SCRIPTS), (MINIMAL, 2)], ids=str)
-def test_bad_flag(script, run, tmp_path, processes):
-    text = run(script, tmp_path / "run", "--batch_size 0", processes, code=2)
-    assert text.splitlines() == [
-        "error: argument --batch_size/--train_batch_size: must be a whole number of at least 1, not '0'; see --help"
-    ]
-    assert not (tmp_path / "run").exists()
 
 
 # --- every launcher ---------------------------------------------------------------------------------------------------
 
-# how each starts two processes of a script, at a port of their own; srun is in test_slurm.py
+# commands that start two processes; srun is tested in test_slurm.py, accelerate below
 LAUNCHERS = {
-    "deepspeed": "deepspeed --num_gpus=2 --master_port PORT",
-    "module": "python -m torch.distributed.launch --nproc_per_node=2 --master_port=PORT",
-    "accelerate": "accelerate launch --multi_gpu --num_processes=2 --main_process_port PORT",
-    "two nodes": 'bash -c \'for rank in 0 1; do NODE_RANK=$rank ./launch_distributed_training.sh --script "$@" '
-    "--num_gpus 1 & done; wait' nodes",
-}
-VARIABLES = {
-    "two nodes": {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "PORT"},
+    "deepspeed": "deepspeed --num_gpus=2 --master_port {port}",
+    "module": "python -m torch.distributed.launch --nproc_per_node=2 --master_port={port}",
+    "two nodes": "env NNODES=2 MASTER_ADDR=localhost MASTER_PORT={port} bash -c 'for rank in 0 1; do NODE_RANK=$rank "
+    './launch_distributed_training.sh --script "$@" --num_gpus 1 & done; wait\' nodes',
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launcher_starts_the_same_run(launcher, run, whole, tmp_path):
+def test_every_launcher_starts_the_same_run(launcher, run, uninterrupted, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    variables = {name: value.replace("PORT", port) for name, value in VARIABLES.get(launcher, {}).items()}
-    text = run(MINIMAL, tmp_path / "run", launcher=LAUNCHERS[launcher].replace("PORT", port), env=variables)
-    assert "2 by " in text
-    assert_same(tmp_path / "run", whole(MINIMAL))
+        port = probe.getsockname()[1]
+    assert "2 by " in run(MINIMAL, folder, launcher=LAUNCHERS[launcher].format(port=port))
+    assert_same(folder, uninterrupted(MINIMAL))
 
 
-def test_accelerate_launch_word_for_word(run, whole, tmp_path):
-    """Guide 4's first command: two processes by its config."""
-    text = run(COMPRESSED_AD, tmp_path / "run", launcher="accelerate launch --config_file accelerate_config.yaml")
+def test_accelerate_command_of_guide_4_starts_the_same_run(run, uninterrupted, folder):
+    text = run(COMPRESSED_AD, folder, launcher="accelerate launch --config_file accelerate_config.yaml")
     assert "Distributed training: MULTI_CPU\nNumber of processes: 2\nMixed precision: no\n" in text
-    assert_same(tmp_path / "run", whole(COMPRESSED_AD))
+    assert_same(folder, uninterrupted(COMPRESSED_AD))
 
 
-def test_a_killed_process_begins_again(start, whole, tmp_path):
-    """By torchrun's own elasticity: both start again from the newest checkpoint, and the run is the same."""
-    launcher = f"python {ROOT}/utils/torchrun.py --nnodes=1:1 --nproc_per_node=2 --max_restarts=1 --rdzv_backend=c10d"
-    # without it the processes may look for those of the start before
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    process = start(MINIMAL, tmp_path / "run", "--resume_from auto", fault="slow", launcher=launcher, env=env)
-    wait_for_steps(tmp_path / "run", 5)
+def test_torchrun_restarts_a_killed_process(start, uninterrupted, folder):
+    """torchrun restarts both processes, and they resume from the newest checkpoint."""
+    # without this variable the new processes may try to join the old ones
+    launcher = f"env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 python {ROOT}/utils/torchrun.py --nnodes=1:1"
+    launcher += " --nproc_per_node=2 --max_restarts=1 --rdzv_backend=c10d"
+    process = start(MINIMAL, folder, "--resume_from auto", fault="slow", launcher=launcher)
+    wait_for_steps(folder, 5)
     next(child for child in psutil.Process(process.pid).children() if "minimal.py" in " ".join(child.cmdline())).kill()
-    assert process.wait(timeout=120) == 0, Path(f"{tmp_path}/run.txt").read_text()
-    assert_same(tmp_path / "run", whole(MINIMAL))
+    assert process.wait(timeout=120) == 0, output_of(folder)
+    assert_same(folder, uninterrupted(MINIMAL))
 
 
-# --- DeepSpeed: the same to rounding ----------------------------------------------------------------------------------
+# --- DeepSpeed: the same up to rounding -------------------------------------------------------------------------------
+
+DEEPSPEED = replace(MIMIC_CXR, flags=MIMIC_CXR.flags.replace("--use_ddp ", ""))
 
 
 @pytest.fixture(scope="module")
 def plain(run, tmp_path_factory):
-    """MIMIC-CXR on one process by torch, without --deterministic: the log of all its steps."""
+    """The log of MIMIC-CXR on one process with torch's engine, without --deterministic."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     run(MIMIC_CXR, folder, exact=False)
     return read_log(folder)
@@ -350,12 +378,12 @@ def plain(run, tmp_path_factory):
 
 @pytest.fixture
 def zero_flags(tmp_path):
-    """zero_flags(stage): flags of a run by DeepSpeed, with the optimizer on the CPU in stage 3."""
+    """zero_flags(stage): flags for DeepSpeed; stage 3 keeps the optimizer on the CPU."""
 
     def make(stage: int) -> str:
-        # or the small weights of a test would never be gathered
-        gathers = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
-        zero = {"stage": stage} | (gathers if stage == 3 else {})
+        # a threshold of 0 makes stage 3 partition even the small weights of this test
+        stage_3 = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+        zero = {"stage": stage} | (stage_3 if stage == 3 else {})
         path = tmp_path / f"zero{stage}.json"
         path.write_text(json.dumps({"zero_optimization": zero}))
         return f"--use_deepspeed --deepspeed_config {path}"
@@ -363,33 +391,17 @@ def zero_flags(tmp_path):
     return make
 
 
-DEEPSPEED = replace(MIMIC_CXR, flags=MIMIC_CXR.flags.replace("--use_ddp ", ""))
-
-
-def assert_close(folder: Path, other: list[dict]) -> None:
-    """Every logged number is the same to 1e-6, or to 2e-6 of 1 where it is small."""
-    lines = read_log(folder)
-    assert [line.keys() for line in lines] == [line.keys() for line in other]
-    for one, two in zip(lines, other, strict=True):
-        for name in one:
-            assert one[name] == pytest.approx(two[name], rel=1e-6, abs=2e-6), (one["step"], name)
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize(("stage", "processes"), [(1, 2), (2, 3), (3, 2)])
-def test_deepspeed_changes_nothing(run, plain, zero_flags, tmp_path, stage, processes):
-    """At 3 processes the last leaves are spare passes."""
-    run(DEEPSPEED, tmp_path / "run", zero_flags(stage), processes, exact=False)
-    assert_close(tmp_path / "run", plain)
-    assert f"DeepSpeed ZeRO-{stage}" in (tmp_path / "run.txt").read_text()
+@pytest.mark.parametrize(("stage", "processes"), [(1, 2), (2, 3)])
+def test_deepspeed_matches_torch_on_one_process(run, plain, zero_flags, folder, stage, processes):
+    """With 3 processes, some ranks make extra passes with weight 0."""
+    assert f"DeepSpeed ZeRO-{stage}" in run(DEEPSPEED, folder, zero_flags(stage), processes, exact=False)
+    assert_close(folder, plain)
 
 
-def test_any_engine_resumes_any_other(start, run, plain, zero_flags, tmp_path):
-    """DDP on 2, killed; ZeRO-3 on 3; ZeRO-2 on 1; torch on 1: as if nothing had happened."""
-    folder = tmp_path / "run"
-    process = start(MIMIC_CXR, folder, "--save_every 1", 2, fault="slow", exact=False)
-    wait_for_steps(folder, 4)
-    kill_all(process)
+def test_any_engine_resumes_any_other(run, run_and_kill, plain, zero_flags, folder):
+    """DDP on 2 processes is killed; then ZeRO-3 on 3, ZeRO-2 on 1, and torch on 1 to the end."""
+    run_and_kill(MIMIC_CXR, folder, 4, exact=False)
     resumed = replace(DEEPSPEED, flags=re.sub(r"--(effective_)?batch_size \d+ ", "", DEEPSPEED.flags))
     run(resumed, folder, f"{zero_flags(3)} --resume_from auto --max_steps 8", 3, exact=False)
     run(resumed, folder, f"{zero_flags(2)} --resume_from auto --max_steps 11", exact=False)
@@ -397,72 +409,56 @@ def test_any_engine_resumes_any_other(start, run, plain, zero_flags, tmp_path):
     assert_close(folder, plain)
 
 
-def test_deepspeed_killed_and_resumed_is_the_same_to_the_bit(start, run, plain, zero_flags, tmp_path):
-    """And the same as torch on one process to rounding."""
-    run(DEEPSPEED, tmp_path / "whole", zero_flags(2), 2, exact=False)
+def test_deepspeed_killed_and_resumed_gives_the_same_bits(run, run_and_kill, plain, zero_flags, folder, tmp_path):
+    """Up to rounding they are also the results of torch on one process."""
+    assert "DeepSpeed ZeRO-2" in run(DEEPSPEED, tmp_path / "whole", zero_flags(2), 2, exact=False)
     assert_close(tmp_path / "whole", plain)
-    assert "DeepSpeed ZeRO-2" in (tmp_path / "whole.txt").read_text()
-    folder = tmp_path / "run"
-    process = start(DEEPSPEED, folder, f"{zero_flags(2)} --save_every 1", 2, fault="slow", exact=False)
-    wait_for_steps(folder, 6)
-    kill_all(process)
+    run_and_kill(DEEPSPEED, folder, 6, zero_flags(2), exact=False)
     run(DEEPSPEED, folder, f"{zero_flags(2)} --resume_from auto", 2, exact=False)
     assert_same(folder, tmp_path / "whole")
 
 
-def test_deepspeed_skips_a_step_on_all_ranks(run, zero_flags, tmp_path):
-    run(DEEPSPEED, tmp_path / "run", zero_flags(2), 2, fault="nan@2@1", exact=False)
-    lines = [line for line in read_log(tmp_path / "run") if "train/loss" in line]
-    assert [line["step"] for line in lines if line["train/skipped"]] == [2]
-    assert lines[-1]["train/loss"] is not None
+def test_deepspeed_skips_a_step_with_nan_on_one_rank(run, zero_flags, folder):
+    run(DEEPSPEED, folder, zero_flags(2), 2, fault="nan@2@1", exact=False)
+    assert skipped_steps(folder) == [2]
 
 
-# --- the foundation, by the smallest script ---------------------------------------------------------------------------
+# --- what all scripts share, tested on examples/minimal.py ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shares", "processes"), [("7,3,2", 3), ("auto", 2)])
-def test_shares_change_nothing(run, whole, tmp_path, shares, processes):
-    run(MINIMAL, tmp_path / "run", f"--gpu_shares {shares}", processes)
-    assert_same(tmp_path / "run", whole(MINIMAL))
+def test_gpu_shares_give_the_same_bits_and_verify_repeats_them(run, uninterrupted, folder):
+    """tools.verify repeats the steps on the run's number of processes, with its shares."""
+    run(MINIMAL, folder, "--gpu_shares 2,1 --max_steps 6", 2)
+    assert read_log(folder)[:6] == read_log(uninterrupted(MINIMAL))[:6]
+    command = [sys.executable, "-m", "tools.verify", folder, "--steps", "1:4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_without_the_flag(start, run, tmp_path):
-    """DDP adds in an order of its own: the same up to rounding, dropout included, and killed and resumed to the bit."""
+def test_without_deterministic_results_agree_up_to_rounding(run, run_and_kill, folder, tmp_path):
+    """DDP's order of summation depends on the number of processes; resuming on the same number gives the same bits."""
     run(MINIMAL, tmp_path / "one", exact=False)
     run(MINIMAL, tmp_path / "three", "", 3, exact=False)
-    one, three = read_log(tmp_path / "one"), read_log(tmp_path / "three")
-    assert [line.keys() for line in one] == [line.keys() for line in three]
-    for a, b in zip(one, three, strict=True):
-        for name in a:
-            assert a[name] == pytest.approx(b[name], rel=2e-6, abs=2e-6), (a["step"], name)
-    folder = tmp_path / "run"
-    process = start(MINIMAL, folder, "--save_every 1", 3, fault="slow", exact=False)
-    wait_for_steps(folder, 9)
-    kill_all(process)
+    assert_close(tmp_path / "three", read_log(tmp_path / "one"), rel=2e-6)
+    run_and_kill(MINIMAL, folder, 9, processes=3, exact=False)
     run(MINIMAL, folder, "--resume_from auto", 3, exact=False)
     assert_same(folder, tmp_path / "three")
 
 
-@pytest.mark.parametrize(
-    ("exact", "killed_on", "processes"),
-    [(True, 1, 2), (False, 2, 2), pytest.param(False, 1, 1, marks=pytest.mark.soak)],
-)
-def test_fp16(start, run, whole, tmp_path, exact, killed_on, processes):
-    """Gradients are those of fp32 but for rounding. A skipped step halves the loss scale, also for what is resumed."""
+@pytest.mark.parametrize(("exact", "killed_on"), [(True, 1), (False, 2)])
+def test_fp16_run_resumes_with_its_loss_scale(run, run_and_kill, uninterrupted, folder, tmp_path, exact, killed_on):
+    """Gradient norms are fp32's up to fp16's rounding. A skipped step halves the loss scale."""
     import torch
 
-    folder, options = tmp_path / "run", {"fault": "fp16@4@0", "exact": exact}
-    run(MINIMAL, tmp_path / "whole", "", processes, **options)
-    lines = [line for line in read_log(tmp_path / "whole") if "train/loss" in line]
-    assert [line["step"] for line in lines if line["train/skipped"]] == [4]
-    for line, fp32 in zip(lines[:3], read_log(whole(MINIMAL)), strict=False):
+    options = {"fault": "fp16@4@0", "exact": exact}
+    run(MINIMAL, tmp_path / "whole", "", 2, **options)
+    assert skipped_steps(tmp_path / "whole") == [4]
+    for line, fp32 in zip(read_log(tmp_path / "whole")[:3], read_log(uninterrupted(MINIMAL)), strict=False):
         assert line["train/grad_norm"] == pytest.approx(fp32["train/grad_norm"], rel=0.02)
         assert line["train/grad_norm"] != pytest.approx(fp32["train/grad_norm"], rel=1e-6)
 
-    process = start(MINIMAL, folder, "--save_every 1", killed_on, **options)
-    wait_for_steps(folder, 6)
-    kill_all(process)
-    run(MINIMAL, folder, "--resume_from auto", processes, **options)
+    run_and_kill(MINIMAL, folder, 6, "", killed_on, **options)
+    run(MINIMAL, folder, "--resume_from auto", 2, **options)
     assert_same(folder, tmp_path / "whole")
     ends = [torch.load(path / "step_00000036.pt")["scaler"] for path in (folder, tmp_path / "whole")]
     assert ends[0] == ends[1]
@@ -472,8 +468,8 @@ def test_fp16(start, run, whole, tmp_path, exact, killed_on, processes):
 @pytest.mark.soak
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_hundred_steps(script, run, tmp_path, seed):
-    """1, 2, 3 and 5 processes, shares 2:1 and 7:3:2, and 3 -> 1 -> 2 by resume: the same bits after 100 steps."""
+def test_hundred_steps_give_the_same_bits_however_they_are_divided(script, run, tmp_path, seed):
+    """1, 2, 3 and 5 processes, shares 2:1 and 7:3:2, and a run resumed on 3, 1 and 2 processes."""
     length = "--train_timesteps 100" if script == COMPRESSED_AD else "--num_epochs 99"
     flags = f"{length} --max_steps 100 --save_every 50 --seed {seed}"
     run(script, tmp_path / "whole", flags)
@@ -488,37 +484,38 @@ def test_a_hundred_steps(script, run, tmp_path, seed):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("chain", range(20))
-def test_a_hundred_kills(start, run, whole, tmp_path, chain):
-    """Real runs of all scripts on 1 to 3 processes, each killed 5 times: at the start, in steps, evaluations, saves."""
-    script, folder, chance = SCRIPTS[chain % len(SCRIPTS)], tmp_path / "run", random.Random(chain)
+def test_run_killed_five_times_gives_the_same_bits(start, resume_exactly, folder, chain):
+    """On 1 to 3 processes, at random times: during the start, steps, evaluations and saves."""
+    script, chance = SCRIPTS[chain % len(SCRIPTS)], random.Random(chain)
     for kill in range(5):
         process = start(script, folder, "--resume_from auto --save_every 1", 1 + (chain + kill) % 3, fault="slow")
         time.sleep(chance.uniform(0, 15) if kill == 0 else chance.uniform(6, 25))
         kill_all(process)
-    run(script, folder, "--resume_from auto")
-    assert_same(folder, whole(script))
+    resume_exactly(script, folder)
 
 
 @pytest.fixture(scope="module")
 def evaluated(run, tmp_path_factory):
-    """The smallest script's run with evaluations in mid-epoch."""
+    """The run folder of examples/minimal.py with evaluations in the middle of epochs."""
     folder = tmp_path_factory.mktemp("evaluated") / "run"
     run(MINIMAL, folder, "--eval_every_steps 6")
     return folder
 
 
-def test_killed_in_an_evaluation(run, evaluated, tmp_path):
-    """The evaluation of an epoch's end is made again, and logged once."""
-    folder = tmp_path / "run"
+def test_run_killed_in_an_evaluation_logs_it_once(run, evaluated, folder):
+    """Killed in the evaluation at the end of an epoch."""
     run(MINIMAL, folder, "--eval_every_steps 6", 2, code=137, fault="kill_eval1@9@1")
     run(MINIMAL, folder, "--resume_from auto --eval_every_steps 6", 2)
     assert_same(folder, evaluated)
 
 
-def test_loader_workers(run, evaluated, tmp_path):
-    """Workers live as long as the run; an evaluation in mid-epoch does not make them begin the epoch anew."""
-    run(MINIMAL, tmp_path / "run", "--eval_every_steps 6 --num_workers 2")
-    assert_same(tmp_path / "run", evaluated)
+def test_loader_workers_change_no_bits(run, evaluated, folder):
+    """An evaluation in the middle of an epoch does not make the workers start the epoch again.
+
+    A batch that takes longer than --dist_timeout does not end a single process, as no other rank waits for it.
+    """
+    run(MINIMAL, folder, "--eval_every_steps 6 --num_workers 2 --dist_timeout 1", fault="slow_loader@7@0")
+    assert_same(folder, evaluated)
 
 
 @pytest.mark.parametrize(
@@ -528,99 +525,61 @@ def test_loader_workers(run, evaluated, tmp_path):
         pytest.param("int_eval3@10@0", 130, id="Ctrl-C in sampling"),
     ],
 )
-def test_cascade_ended_in_what_only_it_has(run, whole, tmp_path, fault, code):
-    """While a stage's start is measured on the stages before; while the samples of the test are drawn: at once."""
-    folder = tmp_path / "run"
-    text = run(CASCADE, folder, "", 1, code=code, fault=fault)
+def test_cascade_resumes_between_stages_and_in_the_final_test(run, resume_exactly, folder, fault, code):
+    """Killed while the previous stages' error is measured; interrupted while the test set's volumes are sampled."""
+    text = run(CASCADE, folder, code=code, fault=fault)
     assert ("signal: the final test is broken off" in text) == (code == 130)
-    run(CASCADE, folder, "--resume_from auto", 2)
-    assert_same(folder, whole(CASCADE))
+    resume_exactly(CASCADE, folder, 2)
 
 
-def test_ctrl_c(start, run, whole, tmp_path):
-    """Ctrl-C to the launcher of 2 ranks, nothing saved before: saved, exit code 130, resumed."""
-    folder = tmp_path / "run"
+def test_ctrl_c_to_the_launcher_saves(start, resume_exactly, folder):
     process = start(MINIMAL, folder, "--save_every 0", 2, fault="slow")
     wait_for_steps(folder, 5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    run(MINIMAL, folder, "--resume_from auto", 2)
-    assert_same(folder, whole(MINIMAL))
+    resume_exactly(MINIMAL, folder, 2)
 
 
-def test_pause_by_max_steps(run, tmp_path):
-    """What --max_steps alone brings, an evaluation in the middle of an epoch, is not in the log of the resumed run."""
-    run(MINIMAL, tmp_path / "run", "--max_steps 5 --log_every 2")
-    run(MINIMAL, tmp_path / "run", "--resume_from auto --log_every 2")
+def test_run_paused_by_max_steps_resumes_to_the_same_log(run, folder, tmp_path):
+    """The pause adds an evaluation and cuts a log interval short; resuming removes both from the log."""
+    run(MINIMAL, folder, "--max_steps 5 --log_every 2")
+    run(MINIMAL, folder, "--resume_from auto --log_every 2")
     run(MINIMAL, tmp_path / "whole", "--log_every 2")
-    assert_same(tmp_path / "run", tmp_path / "whole")
+    assert_same(folder, tmp_path / "whole")
 
 
-def saved_steps(folder: Path) -> set[int]:
-    return {int(path.stem[5:]) for path in folder.glob("step_*.pt")}
+def test_save_every_saves_its_multiples_and_after_every_evaluation(run, folder):
+    """Including evaluations that are not the best."""
+    run(MINIMAL, folder, "--eval_every_steps 2 --max_steps 8 --keep_last 99 --lr 0.03")
+    assert saved_steps(folder) == {2, 3, 4, 6, 8}
+    scores = [line["val/accuracy"] for line in read_log(folder) if "val/accuracy" in line]
+    assert scores != sorted(scores)
 
 
-@pytest.mark.parametrize(("every", "evaluated", "expected"), [(3, 4, {3, 4, 6, 8}), (0, 1, {*range(1, 9)})])
-def test_save_every(run, tmp_path, every, evaluated, expected):
-    """And after each evaluation, of those that are not the best, too."""
-    flags = f"--save_every {every} --eval_every_steps {evaluated} --max_steps 8 --keep_last 99 --lr 0.03"
-    run(MINIMAL, tmp_path / "run", flags, exact=False)
-    assert saved_steps(tmp_path / "run") == expected
-    scores = [line["val/accuracy"] for line in read_log(tmp_path / "run") if "val/accuracy" in line]
-    assert every or scores != sorted(scores)
+def test_default_saves_at_most_once_a_minute(run, folder):
+    """After the evaluations of the epochs of 203 steps and of --eval_every_steps, and at step 500, 61 s after 490."""
+    flags = "--effective_batch_size 1 --batch_size 1 --image_size 8 --eval_every_steps 490 --max_steps 502"
+    run(MINIMAL, folder, f"{flags} --keep_last 99", fault="minutes", save="")
+    assert saved_steps(folder) == {203, 406, 490, 500, 502}
 
 
-def test_without_save_every_a_checkpoint_a_minute(tmp_path):
-    """After evaluations, of which each epoch of 203 steps has one, and after 500 steps, 61 s after the one before."""
-    words = (
-        f"tests/with_fault.py minutes {MINIMAL.path} --output_dir {tmp_path}/run --effective_batch_size 1 --batch_size "
-        "1 --image_size 8 --eval_every_steps 490 --max_steps 502 --keep_last 99 --num_workers 0 --dist_timeout 6000"
-    )
-    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
-    assert saved_steps(tmp_path / "run") == {203, 406, 490, 500, 502}
+def test_default_saves_only_the_best_and_the_last_in_the_first_minute(run, folder):
+    run(MINIMAL, folder, "--eval_every_steps 1 --keep_last 99", save="")
+    scores = [line["val/accuracy"] for line in read_log(folder) if "val/accuracy" in line]
+    best = {step for step, score in enumerate(scores, start=1) if score == max(scores[:step])}
+    assert saved_steps(folder) == best | {36} < {*range(1, 37)}
 
 
-def test_without_save_every_only_the_best_and_the_end_are_saved_in_the_first_minute(tmp_path):
-    folder = tmp_path / "run"
-    words = f"{MINIMAL.path} --output_dir {folder} {MINIMAL.flags} --eval_every_steps 1 --num_workers 0 --keep_last 99"
-    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
-    best, kept = 0.0, set()
-    lines = [line for line in read_log(folder) if "val/accuracy" in line]
-    for line in lines:
-        if line["val/accuracy"] >= best or line is lines[-1]:
-            kept.add(line["step"])
-        best = max(best, line["val/accuracy"])
-    assert len(kept) < len(lines)
-    assert saved_steps(folder) == kept
-
-
-def test_best_is_resumed(run, whole, tmp_path):
-    """Back to best.pt, stopped before the next checkpoint: the run is still there, and ends as it did."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole(MINIMAL), folder)
+def test_run_resumed_from_best_ends_the_same(run, resume_exactly, uninterrupted, folder):
+    """Also if it stops again before its next checkpoint."""
+    shutil.copytree(uninterrupted(MINIMAL), folder)
     run(MINIMAL, folder, f"--resume_from {folder}/best.pt --max_steps 1")
-    run(MINIMAL, folder, "--resume_from auto")
-    assert_same(folder, whole(MINIMAL))
+    resume_exactly(MINIMAL, folder)
 
 
-def test_power_cut(run, whole, tmp_path):
-    """What was not flushed is gone or zeros: the log behind the newest checkpoint, and that checkpoint's own end."""
-    folder = tmp_path / "run"
-    run(MINIMAL, folder, "--max_steps 8")
-    # flushed with the checkpoint of step 6, which the log of step 7 follows
-    newest = max(folder.glob("step_*.pt"))
-    newest.write_bytes(newest.read_bytes()[:-1000] + bytes(1000))
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    counted = b"".join(line for line in lines if json.loads(line)["step"] <= 6)
-    (folder / "metrics.jsonl").write_bytes(counted + bytes(40))
-    run(MINIMAL, folder, "--resume_from auto")
-    assert_same(folder, whole(MINIMAL))
-
-
-def test_a_copy_that_broke_off(run, whole, tmp_path):
-    """The log ends within a line, run_id is empty, a folder has a checkpoint's name: the run goes on, and says so."""
-    folder = tmp_path / "run"
-    run(MINIMAL, folder, "--max_steps 8")
+def test_interrupted_copy_of_a_run_folder_resumes_with_warnings(run, uninterrupted, eight_steps, folder):
+    """The log is cut within a line, run_id is empty, and a directory has a checkpoint's name."""
+    shutil.copytree(eight_steps, folder)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines = [line for line in lines if json.loads(line)["step"] <= 6]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines)[:-20])
@@ -629,105 +588,87 @@ def test_a_copy_that_broke_off(run, whole, tmp_path):
     text = run(MINIMAL, folder, "--resume_from auto")
     assert text.count("metrics.jsonl: cut short; ") == 1
     assert text.count("step_00000500.pt: cannot be read") == 1
-    expected = read_log(whole(MINIMAL))
+    expected = read_log(uninterrupted(MINIMAL))
     assert read_log(folder) == expected[: len(lines) - 1] + [line for line in expected if line["step"] > 8]
-    assert (folder / "model.safetensors").read_bytes() == (whole(MINIMAL) / "model.safetensors").read_bytes()
-    # it has its name again, and is still a run that nothing is written over unasked
+    # the run has its id again and is still protected from being overwritten
     assert (folder / "run_id").read_text()
     assert "--resume_from auto or --overwrite" in error_lines(run(MINIMAL, folder, code=2))[0]
 
 
-def test_full_disk(run, whole, tmp_path):
-    """Lines of the log are lost with a warning, a checkpoint ends the run with one line, and the one before is intact.
+def test_run_resumes_after_a_full_disk(run, resume_exactly, uninterrupted, eight_steps, folder):
+    """A log line or figure that does not fit is lost with a warning; a checkpoint that does not fit ends the run."""
+    shutil.copytree(eight_steps, folder)
 
-    The run resumes once there is room. A figure of its results is left out with a warning.
-    """
-    folder = tmp_path / "run"
-
-    def resume(largest: int, **options) -> str:
-        """With a disk on which no file may have more bytes."""
+    def resume_on_full_disk(largest: int, **options) -> str:
+        """Resume where no file may grow beyond `largest` bytes."""
         limit = (resource.RLIMIT_FSIZE, (largest, largest))
         return run(MINIMAL, folder, "--resume_from auto", preexec_fn=lambda: resource.setrlimit(*limit), **options)
 
-    run(MINIMAL, folder, "--max_steps 9")
-    text = resume((folder / "metrics.jsonl").stat().st_size + 100, code=1)
-    assert len(error_lines(text)) == 1
-    assert "checkpoint not written" in error_lines(text)[0]
-    assert text.count(f"warning: {folder}: log not written (File too large)\n") == text.count("| loss ") >= 3
+    text = resume_on_full_disk((folder / "metrics.jsonl").stat().st_size + 100, code=1)
+    (line,) = error_lines(text)
+    assert "checkpoint not written" in line
+    # steps 9 to 12 and the evaluation after step 9; the next save reports the error of the one at step 9
+    assert text.count(f"warning: {folder}: log not written (File too large)\n") == 5
     assert "Traceback" not in text
-    run(MINIMAL, folder, "--resume_from auto")
-    assert_same(folder, whole(MINIMAL))
-    text = resume((folder / "figures/curves.png").stat().st_size - 1)
+    resume_exactly(MINIMAL, folder)
+    text = resume_on_full_disk((folder / "figures/curves.png").stat().st_size - 1)
     assert text.count(f"warning: {folder}: figure not written ([Errno 27] File too large") == 1
-    assert_same(folder, whole(MINIMAL))
+    assert_same(folder, uninterrupted(MINIMAL))
 
 
-# --- what goes wrong on one rank --------------------------------------------------------------------------------------
+# --- failures on one rank ---------------------------------------------------------------------------------------------
 
 
-def test_too_many_bad_steps(run, tmp_path):
-    """17 in a row are too many, though a good step follows before the next log line; 9 are not."""
-    text = run(MINIMAL, tmp_path / "run", "--log_every 10", 2, code=1, fault="nan@3-19@1")
-    assert len(error_lines(text)) == 1
-    assert "10 steps in a row" in error_lines(text)[0]
-    run(MINIMAL, tmp_path / "fewer", "--log_every 10 --num_epochs 2", 2, fault="nan@3-11@1")
+def test_ten_bad_steps_in_a_row_end_the_run(run, folder, tmp_path):
+    """Even if a good step follows before the next log line. Nine are skipped on all ranks, and the run continues."""
+    (line,) = error_lines(run(MINIMAL, folder, "--log_every 10", 2, code=1, fault="nan@3-19@1"))
+    assert "10 steps in a row" in line
+    run(MINIMAL, tmp_path / "nine", "--num_epochs 2", 2, fault="nan@3-11@1")
+    assert skipped_steps(tmp_path / "nine") == [*range(3, 12)]
 
 
-def test_drift_is_named(run, tmp_path):
-    text = run(MINIMAL, tmp_path / "run", "", 3, code=1, fault="drift@5@1")
+def test_rank_with_other_weights_is_named(run, folder):
+    """A weight of rank 1 changes at step 5, so the checkpoint of step 6 is not written."""
+    text = run(MINIMAL, folder, "", 3, code=1, fault="drift@5@1")
     assert "rank 1 holds other weights than rank 0" in error_lines(text)[0]
-    assert [path.name for path in (tmp_path / "run").glob("step_*.pt")] == ["step_00000003.pt"]
+    assert saved_steps(folder) == {3}
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "said"),
+    ("fault", "code", "cause"),
     [
         ("die@7@1", 137, "error: rank 1 was ended by SIGKILL (by the system, if its memory was full)"),
-        # on all ranks at once, as the same bad kernel does it
+        # the stack of a crash in C, which hits all ranks at once like a bad kernel
         ("segv@7@all", 139, "with_fault.py"),
     ],
 )
-def test_crash(run, tmp_path, fault, code, said):
-    """A killed rank is named; a crash in C leaves its stack."""
-    assert said in run(MINIMAL, tmp_path / "run", "", 2, code=code, fault=fault)
+def test_cause_of_a_crash_is_printed(run, folder, fault, code, cause):
+    assert cause in run(MINIMAL, folder, "", 2, code=code, fault=fault)
 
 
-def test_one_process_may_take_its_time(run, whole, tmp_path):
-    """A batch longer than --dist_timeout in one process, for which nobody waits, ends nothing."""
-    run(MINIMAL, tmp_path / "run", "--dist_timeout 1 --num_epochs 1 --num_workers 1", fault="slow")
+def test_profile_traces_the_steps_of_its_window(run, folder):
+    """Also if the run ends inside the window or resumes inside it."""
 
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_trace_of_the_steps_that_were_made(run, tmp_path, processes):
-    """Where the run ends within --profile's window, or begins within it; one line says why there is none."""
-    folder = tmp_path / "run"
-    flags = "--max_steps {} --profile {} --resume_from auto"
-
-    def steps() -> int:
-        """How often the optimizer has updated the weights."""
+    def traced_steps() -> int:
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
         return sum(event.get("name", "").startswith("Optimizer.step#") for event in events)
 
-    run(MINIMAL, folder, flags.format(5, "3:100"), processes)
-    assert steps() == 3
-    run(MINIMAL, folder, flags.format(9, "4:7"), processes)
-    assert steps() == 2
-    (folder / "trace.json").unlink()
-    text = run(MINIMAL, folder, flags.format(10, "3:9"), processes)
-    assert "warning: --profile 3:9: no trace, as this start makes steps 10 to 10\n" in text
-    assert not (folder / "trace.json").exists()
+    run(MINIMAL, folder, "--max_steps 5 --profile 3:100", 2)
+    assert traced_steps() == 3
+    run(MINIMAL, folder, "--max_steps 9 --profile 4:7 --resume_from auto")
+    assert traced_steps() == 2
 
 
-def test_hang_is_named(start, tmp_path):
-    """The rank, its last step and its stack are told. The test then kills it, which spares the grace of torchrun."""
-    process = start(MINIMAL, tmp_path / "run", "--dist_timeout 8", 2, fault="hang@7@1")
-    output, deadline = Path(f"{tmp_path}/run.txt"), time.monotonic() + 100
-    while not (told := error_lines(output.read_text())):
-        assert time.monotonic() < deadline, output.read_text()
+def test_hanging_rank_is_named_with_its_step_and_stack(start, folder):
+    """At the end the test kills rank 1 itself, because torchrun would give it 30 s to exit."""
+    process = start(MINIMAL, folder, "--dist_timeout 8", 2, fault="hang@7@1")
+    deadline = time.monotonic() + 100
+    while not (errors := error_lines(output_of(folder))):
+        assert time.monotonic() < deadline, output_of(folder)
         time.sleep(0.1)
-    assert told[0].startswith("error: rank 1 (step 7) hangs or was killed, the others waited in vain")
-    assert "with_fault.py" in (tmp_path / "run/hang_rank1.txt").read_text()
-    # rank 0 has gone by itself
+    assert errors[0].startswith("error: rank 1 (step 7) hangs or was killed, the others waited in vain")
+    assert "with_fault.py" in (folder / "hang_rank1.txt").read_text()
+    # rank 0 exits by itself
     time.sleep(1)
     for rank in psutil.Process(process.pid).children():
         rank.kill()
@@ -735,60 +676,58 @@ def test_hang_is_named(start, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("fault", ["hang", "hang_inside", "stop", "loop", "slow_loader"])
-def test_hang_ends_the_job(start, tmp_path, fault):
-    """Within the timeout and torchrun's grace; the rank, its last step and its stack are told."""
+@pytest.mark.parametrize("fault", ["hang_inside", "stop", "loop", "slow_loader"])
+def test_hang_ends_the_job(start, folder, fault):
+    """Within the timeout and torchrun's grace period. A stopped process cannot write its stack."""
     begun = time.monotonic()
-    process = start(MINIMAL, tmp_path / "run", "--dist_timeout 10", 2, fault=f"{fault}@7@1")
+    process = start(MINIMAL, folder, "--dist_timeout 10", 2, fault=f"{fault}@7@1")
     assert process.wait(timeout=120) == 1
     assert time.monotonic() - begun < 10 + 40 + 10
-    text = Path(f"{tmp_path}/run.txt").read_text()
+    text = output_of(folder)
     assert any("rank 1 (step 7) hangs or was killed" in line for line in error_lines(text)), text
-    stack = tmp_path / "run/hang_rank1.txt"
-    assert fault == "stop" or "with_fault.py" in stack.read_text()
+    assert fault == "stop" or "with_fault.py" in (folder / "hang_rank1.txt").read_text()
 
 
-# --- the user's mistakes, and strangers -------------------------------------------------------------------------------
+def test_auto_batch_fits_the_rank_with_the_least_memory(run, uninterrupted, folder, tmp_path):
+    """16 samples do not fit on one of two ranks, so both take 4, also when resumed where 16 would fit.
+
+    Neither that nor measured --gpu_shares change the bits.
+    """
+    large = replace(MINIMAL, flags=MINIMAL.flags.replace("--batch_size 4", "--batch_size 16"))
+    text = run(large, folder, "--auto_batch --max_steps 5", 2, fault="small@7@1")
+    assert "memory: 16 samples at once do not fit, 4 do" in text
+    run(large, folder, "--gpu_shares auto --resume_from auto", 2)
+    assert read_log(folder) == read_log(uninterrupted(MINIMAL))
+    text = run(MINIMAL, tmp_path / "other", "--auto_batch", fault="small@0@all", code=1)
+    assert error_lines(text) == ["error: out of memory at one sample per GPU; lower --image_size"]
 
 
-def test_two_runs_in_one_folder(start, run, tmp_path):
-    folder = tmp_path / "run"
-    first = start(MINIMAL, folder, "--num_epochs 400", fault="slow")
-    wait_for_steps(folder, 2)
-    shutil.move(f"{folder}.txt", f"{folder}.first.txt")
-    text = run(MINIMAL, folder, code=2)
-    assert error_lines(text) == [f"error: {folder}: another run is writing here; stop it or choose another folder"]
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(timeout=60) == 143
+def test_out_of_memory_on_the_last_rank_is_one_line(run, folder):
+    text = run(MINIMAL, folder, "", 2, fault="oom@3@1", code=1)
+    (line,) = [line for line in error_lines(text) if "out of memory" in line]
+    assert "lower --image_size" in line
 
 
-def test_a_run_is_kept(run, whole):
-    """Without --resume_from or --overwrite, and from another batch."""
-    folder = whole(MINIMAL)
-    before = sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.pt"))
-    assert "--resume_from auto or --overwrite" in error_lines(run(MINIMAL, folder, code=2))[0]
-    text = run(MINIMAL, folder, "--resume_from auto --effective_batch_size 24", code=2)
-    assert error_lines(text)[0].startswith("error: --effective_batch_size 24: this run has 23")
-    assert before == sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.pt"))
+# --- refused starts, --eval_only and unreadable data ------------------------------------------------------------------
 
 
-def test_another_run_is_not_replaced(run, whole, tmp_path):
-    """A checkpoint of another run begins a new one, but not over a run without being told to."""
-    folder = tmp_path / "run"
-    run(MINIMAL, folder, "--seed 1 --max_steps 3")
-    best = whole(MINIMAL) / "best.pt"
-    before = (folder / "metrics.jsonl").read_bytes()
-    text = run(MINIMAL, folder, f"--resume_from {best}", code=2)
-    assert error_lines(text)[0].startswith(f"error: {folder}: holds another run")
-    assert (folder / "metrics.jsonl").read_bytes() == before
-    run(MINIMAL, folder, f"--resume_from {best} --overwrite --max_steps 1")
-    assert (folder / "metrics.jsonl").read_bytes() != before
+def test_refused_start_leaves_the_run_unchanged(run, uninterrupted, eight_steps):
+    """Without --resume_from or --overwrite, with another global batch size, or from another run's checkpoint."""
+    folder = uninterrupted(MINIMAL)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    refused = {
+        "": f"{folder}: holds metrics.jsonl already; --resume_from auto or --overwrite",
+        "--resume_from auto --effective_batch_size 24": "--effective_batch_size 24: this run has 23",
+        f"--resume_from {eight_steps}": f"{folder}: holds another run",
+    }
+    for flags, reason in refused.items():
+        assert error_lines(run(MINIMAL, folder, flags, code=2))[0].startswith(f"error: {reason}")
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_eval_only_changes_nothing(run, whole, tmp_path):
-    """The model's flags come from the checkpoint, and the run's files stay as they are."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole(MINIMAL), folder)
+def test_eval_only_leaves_the_run_unchanged(run, uninterrupted, folder, tmp_path):
+    """It takes the model's flags from the checkpoint, and repeats the metrics of the summary."""
+    shutil.copytree(uninterrupted(MINIMAL), folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     text = run(MINIMAL, folder, "--eval_only --image_size 24", 2)
     assert "--image_size: 16, as in the checkpoint" in text
@@ -799,75 +738,14 @@ def test_eval_only_changes_nothing(run, whole, tmp_path):
     assert len(again) == 2
 
 
-def test_metrics_may_be_numpys(run, whole, tmp_path):
-    run(MINIMAL, tmp_path / "run", "--max_steps 20", fault="numpy@0")
-    run(MINIMAL, tmp_path / "run", "--resume_from auto")
-    assert_same(tmp_path / "run", whole(MINIMAL))
-
-
-def test_a_leaf_is_fitted_to_the_smallest_memory(run, whole, tmp_path):
-    """16 samples at once do not fit one of two ranks: both take 4, and go on with them where all would fit."""
-    folder, large = tmp_path / "run", replace(MINIMAL, flags=MINIMAL.flags.replace("--batch_size 4", "--batch_size 16"))
-    text = run(large, folder, "--auto_batch --max_steps 5", 2, fault="small@7@1")
-    assert "memory: 16 samples at once do not fit, 4 do" in text
-    run(large, folder, "--auto_batch --resume_from auto", 2)
-    assert read_log(folder) == read_log(whole(MINIMAL))
-    assert (folder / "model.safetensors").read_bytes() == (whole(MINIMAL) / "model.safetensors").read_bytes()
-    text = run(MINIMAL, tmp_path / "other", "--auto_batch", fault="small@0@all", code=1)
-    assert error_lines(text) == ["error: out of memory at one sample per GPU; lower --image_size"]
-
-
-def test_out_of_memory_is_one_line(run, tmp_path):
-    """Also where it is the last rank alone."""
-    text = run(MINIMAL, tmp_path / "run", "", 2, fault="oom@3@1", code=1)
-    (line,) = [line for line in error_lines(text) if "out of memory" in line]
-    assert "lower --image_size" in line
-
-
-def test_steps_of_several_processes_are_repeated(run, tmp_path):
-    """By tools.verify, at the number of processes and with the shares that they had."""
-    run(MINIMAL, tmp_path / "run", "--gpu_shares 2,1 --max_steps 6", 2)
-    command = [sys.executable, "-m", "tools.verify", tmp_path / "run", "--steps", "1:4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_unusable_image(run, tmp_path):
-    """Of an evaluation: all ranks end with the same line, which names the file."""
+def test_unreadable_image_of_an_evaluation_is_one_line_for_all_ranks(run, folder, tmp_path):
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / "photos" / place).mkdir(parents=True)
         for number in range(6):
             Image.new("RGB", (20, 16), (40 * number, 9, 9)).save(tmp_path / "photos" / place / f"{number}.png")
     bad = tmp_path / "photos/val/b/3.png"
     bad.write_bytes(bad.read_bytes()[:50])
-    text = run(MINIMAL, tmp_path / "run", f"--data_root {tmp_path}/photos", 2, code=2)
-    assert error_lines(text)[0].startswith(f"error: {bad}: cannot be read")
-    assert len(error_lines(text)) == 1
+    text = run(MINIMAL, folder, f"--data_root {tmp_path}/photos", 2, code=2)
+    (line,) = error_lines(text)
+    assert line.startswith(f"error: {bad}: cannot be read")
     assert "Traceback" not in text
-
-
-class Evil:
-    def __reduce__(self):
-        return Path.touch, (Path(os.environ["EVIL"]),)
-
-
-def test_run_folder_of_a_stranger(run, whole, tmp_path, monkeypatch):
-    """Pickles, environments and links planted in a run folder: nothing is executed, nothing outside is touched."""
-    import torch
-
-    folder, evil, victim = tmp_path / "run", tmp_path / "evil", tmp_path / "victim"
-    monkeypatch.setenv("EVIL", str(evil))
-    shutil.copytree(whole(MINIMAL), folder)
-    (folder / "args.yaml").write_text("environment: {LD_PRELOAD: /x/evil.so}\nscript: /x/evil.py\n")
-    (folder / "sitecustomize.py").write_text(f"open({str(evil)!r}, 'w')")
-    torch.save({"format": Evil()}, folder / "evil.pt")
-    text = run(MINIMAL, folder, f"--resume_from {folder}/evil.pt", code=2)
-    assert "damaged" in error_lines(text)[0]
-    run(MINIMAL, folder, "--resume_from auto")
-    victim.write_text("mine")
-    (folder / "metrics.jsonl").unlink()
-    (folder / "metrics.jsonl").symlink_to(victim)
-    text = run(MINIMAL, folder, "--resume_from auto --overwrite", code=2)
-    assert "a link in a run folder" in error_lines(text)[0]
-    assert victim.read_text() == "mine"
-    assert not evil.exists()

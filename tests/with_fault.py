@@ -1,12 +1,23 @@
-"""Start a training script with a fault in it: `with_fault.py KIND@STEPS@RANK script.py ...`, STEPS as 7 or 3-19.
+"""Run a training script with an injected fault: `with_fault.py KIND@STEPS@RANK script.py ...`.
 
-nan: the loss is not a number. hang: the rank stands still before the step. hang_inside: between forward and backward
-pass. stop: SIGSTOP to itself. loop: an endless loop that never waits. segv: a crash in C code. slow_loader: a batch
-that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval1: SIGKILL in the first evaluation after
-the step, of those that have a batch on this rank; kill_eval2: in the second; int_eval1: SIGINT. slow: each step takes
-50 ms longer, on all ranks. oom: no memory is left. small: more than STEPS samples at once do not fit. numpy: metrics
-are NumPy's numbers. fp16: half precision and a loss scale on the CPU, and a loss that is not a number. minutes: by the
-clock each step takes 6.1 s. RANK is a number or `all`.
+STEPS is a step or a range, such as 7 or 3-19; RANK is a number or `all`. KIND is one of:
+
+nan           the loss is NaN
+fp16          the loss is NaN, in half precision with a loss scale on the CPU
+oom           the backward pass runs out of memory
+small         only micro-batches of at most STEPS samples fit into memory
+drift         one weight changes slightly after the step
+hang          sleep before the step
+hang_inside   sleep between the forward and the backward pass
+slow_loader   the batch never arrives; in a single process it is 2 s late
+loop          run an endless loop before the step
+stop          stop itself by SIGSTOP
+segv          crash in C code
+die           kill itself by SIGKILL
+kill_eval<n>  kill itself in the n-th evaluation after the step, counting only those with a batch on this rank
+int_eval<n>   the same with SIGINT
+slow          every step and every evaluation batch takes 50 ms longer, on all ranks
+minutes       every step takes 6.1 s by the clock that decides about checkpoints
 """
 
 import ctypes
@@ -19,7 +30,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -34,12 +44,12 @@ EVALUATIONS: list[str] = []
 
 
 def is_here(run: loop.Run | loop.Training, done: int = 0) -> bool:
-    """Whether this rank is at one of the steps; done: how many of them it has counted already."""
+    """Whether this rank is at one of STEPS. done: 1 once the current step has been counted."""
     return FIRST <= run.position.step + 1 - done <= LAST and RANK in ("all", str(run.ranks.rank))
 
 
 def heartbeat(run: loop.Run, place: str) -> None:
-    """Called by each rank at the begin of each step and of each batch of an evaluation."""
+    """Called on each rank before every step and every batch of an evaluation."""
     REAL_HEARTBEAT(run, place)
     if KIND == "slow":
         time.sleep(0.05)
@@ -63,7 +73,7 @@ def heartbeat(run: loop.Run, place: str) -> None:
 
 def fetch(training: loop.Training, *options) -> tuple:
     if KIND == "slow_loader" and is_here(training):
-        time.sleep(10_000)
+        time.sleep(10_000 if training.ranks.world_size > 1 else 2)
     return REAL_FETCH(training, *options)
 
 
@@ -84,19 +94,13 @@ def update(step: loop.Step, lr: float) -> None:
         step.training.engine.optimizer.param_groups[0]["params"][0].data.view(-1)[0] += 1e-6
 
 
-def fit(try_once, model, size: int) -> float:
-    def within(count: int) -> None:
+def time_pass(try_once, model, size: int) -> float:
+    def try_with_limit(count: int) -> None:
         if KIND == "small" and count > FIRST and RANK in ("all", str(du.world()[0])):
             raise torch.OutOfMemoryError("CUDA out of memory")
         try_once(count)
 
-    return REAL_FIT(within, model, size)
-
-
-def record(training: loop.Training, metrics: dict, headline: str = "", lower: bool = False) -> None:
-    if KIND == "numpy":
-        metrics = {name: np.float64(value) for name, value in metrics.items()}
-    REAL_RECORD(training, metrics, headline, lower)
+    return REAL_TIME_PASS(try_with_limit, model, size)
 
 
 if KIND == "fp16":
@@ -105,8 +109,7 @@ if KIND == "minutes":
     REAL_CLOCK, UPDATES = time.monotonic, []
     register_optimizer_step_post_hook(lambda *_: UPDATES.append(1))
     time.monotonic = lambda: REAL_CLOCK() + 6.1 * len(UPDATES)
-REAL_RECORD, loop.Training.record = loop.Training.record, record
-REAL_FIT, loop._time_pass = loop._time_pass, fit
+REAL_TIME_PASS, loop._time_pass = loop._time_pass, time_pass
 REAL_FETCH, loop.Training._fetch = loop.Training._fetch, fetch
 REAL_HEARTBEAT, REAL_BACKWARD, REAL_UPDATE = loop.Run.heartbeat, loop.Step.backward, loop.Step.update
 loop.Run.heartbeat, loop.Step.backward, loop.Step.update = heartbeat, backward, update

@@ -22,7 +22,6 @@ TASKS = ("prs_med", "mimic_cxr")
 
 
 def parse_args(words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """Return (the task's prepare module, its arguments)."""
     first = argparse.ArgumentParser(prog="python -m tools.prepare_data", description=__doc__.partition("\n")[0])
     first.add_argument("task", choices=TASKS)
     task = first.parse_args(words[:1]).task

@@ -49,7 +49,6 @@ MARGIN_SHARE, MARGIN_BYTES = 0.05, 1.5e9
 
 
 def parse_args() -> tuple[Namespace, list[str]]:
-    """Return (this tool's arguments, the script's arguments); raise InputError for an unsuitable script."""
     parser = Parser(__doc__)
     parser.add_argument("script", metavar="SCRIPT", help="training script, such as train_prs_med.py")
     parser.add_argument("--gpu_memory", type=real(0, above=True), default=80.0, help="memory of the GPU in GiB")
@@ -132,7 +131,7 @@ def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
 
 
 def attention_flops(query, key, value, *_, **__) -> int:
-    """FLOPs of the two matrix products of attention. The key and the value may have fewer heads than the query."""
+    """FLOPs of the two matrix products of attention."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
 
@@ -226,7 +225,6 @@ def find_tensors(values) -> list[Tensor]:
 
 
 def caller_line() -> str:
-    """Return `file:line` of the innermost frame outside torch and this file."""
     for frame, line in traceback.walk_stack(None):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and path != __file__ and not path.startswith("<"):
@@ -251,12 +249,10 @@ def convert(module: nn.Module, function, recurse: bool = True) -> nn.Module:
 
 
 def random_model(cls, path, dtype=None, **_):
-    """Replacement for transformers' from_pretrained that needs no weights."""
     return cls._from_config(cls.config_class.from_pretrained(path), dtype=dtype or torch.float32).eval()
 
 
 def enable_fake_gpu() -> torch.device:
-    """Enable CUDA tensors inside a FakeTensorMode and patch what does not work with them; return the device."""
     if FAKE_CUDA:
         FAKE_CUDA.use_fake_cuda()
     else:

@@ -52,7 +52,6 @@ def find_file(folder: Path, name: str) -> Path:
 
 
 def read_log(folder: Path) -> list[dict]:
-    """Read metrics.jsonl as a list of dicts without timings."""
     path = find_file(folder, "metrics.jsonl")
     lines = []
     for row, text in enumerate(path.read_bytes().splitlines(), start=1):
@@ -67,7 +66,6 @@ def read_log(folder: Path) -> list[dict]:
 
 
 def read_results(folder: Path) -> list[dict]:
-    """Read the metrics of summary.json as one more log line; an unfinished run has none."""
     if not (folder / "summary.json").is_file():
         return []
     path = find_file(folder, "summary.json")
@@ -80,7 +78,6 @@ def read_results(folder: Path) -> list[dict]:
 
 
 def relative_difference(a, b) -> float:
-    """Return |a - b| / max(|a|, |b|) for two floats, infinity for other types, which must be equal."""
     if not isinstance(a, float) or not isinstance(b, float):
         return math.inf
     difference = abs(a - b) / (max(abs(a), abs(b)) or 1)
@@ -88,7 +85,6 @@ def relative_difference(a, b) -> float:
 
 
 def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
-    """Print the first and the largest difference of two logs; return whether they are equal."""
     first, largest = "", 0.0
     for row, (a, b) in enumerate(zip(one, other, strict=False), start=1):
         for name in a | b:
@@ -110,7 +106,6 @@ def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
 
 
 def same_weights(folders: list[Path], tolerance: float) -> bool:
-    """Compare model.safetensors bit by bit if both runs have one; with a tolerance, only report a difference."""
     paths = [folder / "model.safetensors" for folder in folders]
     if not all(path.is_file() for path in paths):
         return True
@@ -123,7 +118,6 @@ def same_weights(folders: list[Path], tolerance: float) -> bool:
 
 
 def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
-    """Copy the newest intact checkpoint from step `before` or earlier; raise InputError if there is none."""
     from utils.checkpoint import read_run_id, read_seal
 
     run_id = read_run_id(folder)

@@ -50,7 +50,6 @@ def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link `target` to `source`, or copy it on a file system without hard links."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -82,7 +81,6 @@ class Seal(NamedTuple):
 
 
 def read_seal(path: Path) -> Seal:
-    """Read a checkpoint's seal and check the file's hash against it."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             match = SEAL.search(data[-256:])
@@ -153,10 +151,7 @@ class CheckpointWriter:
         self.error: Exception | None = None
 
     def save(self, contents: dict, also: tuple[str, ...] = (), before_write: Callable[[], None] = lambda: None) -> None:
-        """All ranks: start writing a checkpoint, after waiting for the previous one.
-
-        also: further file names for it. before_write: called in the thread before writing.
-        """
+        """All ranks: start writing a checkpoint, after waiting for the previous one."""
         self.wait()
         if world()[0] == 0:
             self.thread = threading.Thread(target=self._write, args=(self.copy(contents), also, before_write))
@@ -187,7 +182,6 @@ class CheckpointWriter:
 
 
 def export_weights(state_dict: dict, path: Path) -> None:
-    """Rank 0: write the tensors as safetensors, which other programs can read."""
     from safetensors.torch import save
 
     if world()[0] == 0:
@@ -200,10 +194,7 @@ def frozen_names(model: torch.nn.Module) -> set[str]:
 
 
 def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dict[str, torch.Tensor]:
-    """A model's trained parameters and its buffers, named as in the unwrapped model.
-
-    frozen: names of parameters to leave out; default: those that do not require gradients.
-    """
+    """A model's trained parameters and its buffers, named as in the unwrapped model."""
     frozen = frozen_names(model) if frozen is None else frozen
     state = {name: value for name, value in model.state_dict().items() if name not in frozen}
     return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in state.items()}
@@ -239,7 +230,6 @@ def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict 
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The newest intact checkpoint of the folder's run. Skips damaged ones with a warning."""
     run_id = read_run_id(folder)
     paths = sorted(folder.glob("step_*.pt"), reverse=True)
     for path in paths:
@@ -348,7 +338,7 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
 
 
 def _take_lock(file, folder: Path, wait: float) -> bool:
-    """Try for `wait` seconds to lock the file. The operating system releases the lock when the process ends."""
+    """The operating system releases the lock when the process ends."""
     told = False
     deadline = time.monotonic() + wait
     while True:
@@ -381,9 +371,8 @@ def begin_run(
     """Rank 0, after every other check: make the folder hold this run up to its checkpoint, and nothing later.
 
     Returns whether best_names[0] belongs to this run and is not from a later step, so that the best score still counts.
-    Resuming into another folder copies that file too. A new run first gets a new run id, so that after a kill at any
-    moment no checkpoint of the previous run counts. Raises InputError if the folder holds another run than the
-    checkpoint's and `overwrite` is False.
+    A new run first gets a new run id, so that after a kill at any moment no checkpoint of the previous run counts.
+    Raises InputError if the folder holds another run than the checkpoint's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"

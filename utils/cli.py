@@ -32,7 +32,6 @@ def is_first_process() -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, cut to 150 characters, or its type if there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:150]
 
 
@@ -56,8 +55,6 @@ def with_flags(args: argparse.Namespace, **values) -> argparse.Namespace:
 
 
 def whole(low: int) -> Callable[[str], int]:
-    """argparse type: a whole number >= low."""
-
     def parse(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < low:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, not {text!r}")
@@ -67,8 +64,6 @@ def whole(low: int) -> Callable[[str], int]:
 
 
 def real(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """argparse type: a finite number in [low, high], or in (low, high] with `above`."""
-
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -83,8 +78,6 @@ def real(low: float, high: float = math.inf, *, above: bool = False) -> Callable
 
 
 def pattern(form: str, meaning: str) -> Callable[[str], str]:
-    """argparse type: a string that fully matches the regular expression `form`."""
-
     def parse(text: str) -> str:
         if not re.fullmatch(form, text):
             raise argparse.ArgumentTypeError(f"must be {meaning}, not {text!r}")
@@ -94,7 +87,6 @@ def pattern(form: str, meaning: str) -> Callable[[str], str]:
 
 
 def step_range(text: str) -> str:
-    """argparse type: two steps A:B with A <= B."""
     steps = re.fullmatch(r"([1-9]\d{0,17}):([1-9]\d{0,17})", text)
     if not steps or int(steps[1]) > int(steps[2]):
         raise argparse.ArgumentTypeError(f"must be the first and the last step, as 10:12, not {text!r}")
@@ -108,8 +100,6 @@ ADVANCED = "rarely changed: keys of a --config file (also accepted as --KEY)"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help text with defaults and with the line breaks of the examples."""
-
     def _format_action_invocation(self, action: argparse.Action) -> str:
         text = super()._format_action_invocation(action)
         return text.replace("--", "") if action.container.title == ADVANCED else text
@@ -150,7 +140,6 @@ class Parser(argparse.ArgumentParser):
         sys.exit(print_error(InputError(f"{self.source}{message}; see --help")))
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
-        """Parse the command line; it takes precedence over --config, and --config over defaults."""
         words = sys.argv[1:] if argv is None else argv
         args = self.parse_args(words)
         if args.config:
@@ -177,7 +166,6 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def given(self, argv: list[str] | None = None) -> set[str]:
-        """Return the names of the flags on the command line."""
         words = sys.argv[1:] if argv is None else argv
         actions = (self._option_string_actions.get(word.partition("=")[0]) for word in words)
         return {action.dest for action in actions if action}
@@ -240,7 +228,7 @@ def add_common_arguments(
     """Add the flags that all scripts share; names used in the guides are synonyms.
 
     num_epochs: None if the guide counts steps. batch_of_all: as in guide 2, --batch_size counts the samples of all
-    GPUs. least_epochs: minimum of --num_epochs.
+    GPUs.
     """
     parser.usage = "%(prog)s [--config FILE] [flags]"
     advanced = parser.advanced.add_argument
@@ -324,7 +312,6 @@ def add_common_arguments(
 
 
 def print_error(error: Exception) -> int:
-    """Print an InputError or RunError as one line on rank 0; return its exit code."""
     code = 2 if isinstance(error, InputError) else 1
     first = is_first_process()
     if first:
@@ -352,7 +339,6 @@ def launch_workers(world_size: int | None) -> None:
 
 
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
-    """Run `main(args)` and exit with its code; print an InputError or RunError as one line."""
     try:
         code = main(args) or 0
     except (InputError, RunError) as error:

@@ -41,7 +41,7 @@ class Engine:
         saved: dict | None = None,
         frozen: set[str] | None = None,
     ):
-        """All ranks. saved: checkpoint to restore the weights and the optimizer from.
+        """All ranks.
 
         frozen: names of parameters to leave out of checkpoints; default: those that do not require gradients now.
         """
@@ -85,7 +85,10 @@ class Engine:
             yield
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        """Backward pass of this rank's term of a loss summed over the ranks; gradient: that of the sum by `loss`."""
+        """Backward pass of this rank's term of a loss summed over the ranks.
+
+        gradient: the derivative of the sum with respect to `loss`.
+        """
         # undo DDP's averaging over the ranks
         loss.backward(self.scaler.scale(gradient * world()[1]))
 
@@ -124,11 +127,6 @@ class Engine:
 
 
 def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
-    """Wrap a model in DDP if there are several processes; DDP ignores frozen parameters.
-
-    find_unused_parameters stops DDP from rebuilding its gradient buckets after a process's first step: gloo's sum over
-    three or more ranks depends on the buckets, so a resumed run would differ in the last bits.
-    """
     if world()[1] == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     # depthwise convolutions trigger this warning; it is harmless
@@ -139,6 +137,8 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
         model,
         device_ids=None if on_cpu else [device],
         gradient_as_bucket_view=True,
+        # stops DDP from rebuilding its gradient buckets after a process's first step: gloo's sum over three or more
+        # ranks depends on the buckets, so a resumed run would differ in the last bits
         find_unused_parameters=on_cpu and world()[1] > 2,
     )
     # torch 2.13 renamed the constructor's argument
@@ -171,7 +171,6 @@ class ExactEngine(Engine):
                 begin = end
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
         self.works: list[dist.Work | None] = []
-        # state of the current micro-batch, set by around_micro_batch
         self.last, self.missing, self.shift = False, Counter(), torch.tensor(SHIFT)
 
     def close(self) -> None:

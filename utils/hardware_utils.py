@@ -43,7 +43,6 @@ def _memory_groups(root: Path) -> list[Path]:
 
 
 def available_ram_gb(root: Path = Path("/")) -> float:
-    """Return the GiB of memory a process can allocate without swapping or exceeding its container's limit."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -98,7 +97,6 @@ def detect_gpus() -> tuple[list[dict], list[str]]:
 
 
 def detect_hardware() -> dict:
-    """Return the GPUs, CPU cores, memory and software of this machine, and notes for the user."""
     gpus, notes = detect_gpus()
     return {
         "gpus": gpus,
@@ -139,7 +137,7 @@ def settings_for(
     """Return guide 1's training settings; dataloader_num_workers is the total per node.
 
     num_processes: on all nodes together, one per GPU. gpu_memory_gb, compute: minimum memory and compute capability of
-    the GPUs, None without GPUs. cores, ram_gb: of one node. batch_size: overrides the batch per GPU of GPU_TABLE.
+    the GPUs, None without GPUs. cores, ram_gb: of one node.
     """
     on_gpu = gpu_memory_gb is not None
     largest_batch, global_batch = 8, 256
@@ -151,7 +149,6 @@ def settings_for(
     fits_everything = largest_batch >= 12
 
     def accumulation(batch: int) -> int:
-        """Micro-batches per step that come closest to the global batch, which does not depend on the number of GPUs."""
         return max(1, int(global_batch / (batch * num_processes) + 0.5))
 
     # A batch above 16, the guide's largest, must give the same global batch as 16.

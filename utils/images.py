@@ -19,7 +19,6 @@ Window = tuple[float, float]
 
 
 def open_image(path: str | Path) -> Image.Image:
-    """Open an image as 8-bit RGB."""
     return open_upright(path).convert("RGB")
 
 
@@ -60,10 +59,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
 
 
 def to_bytes(values: np.ndarray, window: Window | None = None, dtype=np.uint8) -> np.ndarray:
-    """Scale values so that the window, or else their range, becomes 0..255; uint8 without a window stays unchanged.
-
-    dtype: of the result; a float type keeps fractions.
-    """
+    """Scale values so that the window, or else their range, becomes 0..255; uint8 without a window stays unchanged."""
     if window is None and values.dtype == np.uint8:
         return values
     values = values.astype(np.float32)
@@ -84,7 +80,6 @@ def bits_window(values: np.ndarray) -> Window:
 
 
 def is_dicom(path: str | Path) -> bool:
-    """Return whether a file has a DICOM extension, or "DICM" at byte 128; False for DICOMDIR, which is an index."""
     path = Path(path)
     if path.name == "DICOMDIR" or not path.is_file():
         return False

@@ -17,7 +17,6 @@ from utils.cli import Parser, whole
 
 
 def build_command(words: list[str]) -> list[str]:
-    """Return the arguments of utils/torchrun.py; flags unknown to this launcher go to train_accelerate.py unchanged."""
     parser = Parser(__doc__)
     parser.add_argument(
         "--method", choices=("accelerate", "torchrun"), default="accelerate", help="launcher; both give the same result"

@@ -31,14 +31,12 @@ MAY_CHANGE = """
 
 
 def duration(seconds: float) -> str:
-    """Format a duration as 12 s, 3 min, 5.2 h or 4.1 days."""
     for limit, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600), (math.inf, "days", 86_400)):
         if seconds < limit:
             return f"{seconds / length:.{int(length > 60)}f} {unit}"
 
 
 def print_banner(title: str, rows: dict) -> None:
-    """Rank 0: print a table of `name  value` lines, at most 100 columns wide."""
     width = max(map(len, rows))
     lines = [f"== {title} ".ljust(100, "=")]
     for name, value in rows.items():
@@ -50,10 +48,8 @@ def print_banner(title: str, rows: dict) -> None:
 
 
 class RunLog:
-    """The log of one run.
-
-    `step()` keeps each optimizer step's values on the device. Every log_every steps they are copied to the host in one
-    transfer, summed over the ranks and written.
+    """`step()` keeps each optimizer step's values on the device. Every log_every steps they are copied to the host in
+    one transfer, summed over the ranks and written.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
@@ -102,7 +98,7 @@ class RunLog:
 
         # drop lines logged after the checkpoint
         path, expected = self.folder / "metrics.jsonl", self.bytes
-        self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as the run does
+        self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
         # an interrupted copy of the folder may end within a line
         self.bytes = path.read_bytes().rfind(b"\n", 0, expected) + 1
         if self.bytes < expected:
@@ -194,7 +190,6 @@ class RunLog:
         self.restart_clock()
 
     def warn_if_long(self, steps: int) -> None:
-        """Warn once, after ten steps or a minute, if the remaining `steps` will take longer than a day."""
         if self.warned:
             return
         self.steps_timed += 1
@@ -208,7 +203,6 @@ class RunLog:
     # --- what is written ----------------------------------------------------------------------------------------------
 
     def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
-        """Rank 0: write the values to metrics.jsonl and W&B, and all but NOT_PLOTTED to TensorBoard."""
         values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self.last |= values
         if not self.ranks.is_main:
@@ -245,7 +239,6 @@ class RunLog:
 
 
 def save_figure(folder: Path, name: str, figure) -> np.ndarray:
-    """Save a matplotlib figure as <folder>/figures/<name>.png; returns its pixels, (height, width, 3)."""
     path = folder / "figures" / f"{name}.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -254,7 +247,6 @@ def save_figure(folder: Path, name: str, figure) -> np.ndarray:
 
 
 def draw_curves(path: Path):
-    """Plot the training loss and the validation metrics in a metrics.jsonl; returns a matplotlib figure."""
     from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -51,9 +51,8 @@ class Position:
 class BatchPlan(NamedTuple):
     """How a step's samples are divided. Everything except gpu_shares is fixed for the run, at any number of GPUs.
 
-    global_batch_size: samples of a step over all ranks. micro_batch_size: samples of one forward pass. lr_factor: how
-    much larger the batch is than --batch_size, for --lr_scaling. gpu_shares: how many micro-batches each rank gets,
-    relative to the other ranks.
+    lr_factor: how much larger the batch is than --batch_size, for --lr_scaling. gpu_shares: how many micro-batches each
+    rank gets, relative to the other ranks.
     """
 
     global_batch_size: int
@@ -62,7 +61,6 @@ class BatchPlan(NamedTuple):
     gpu_shares: list[int]
 
     def invariants(self) -> dict:
-        """The part that a checkpoint saves and a resumed run must match."""
         return {
             "effective_batch_size": self.global_batch_size,
             "lr_times": self.lr_factor,
@@ -75,7 +73,7 @@ class Plan:
     """The settings of a training, decided before it begins and printed in the banner.
 
     steps: planned steps of the full run, before --max_steps. losses: names of the losses passed to step.backward().
-    invariants: settings that a resumed run must share. banner: further lines to print.
+    invariants: settings that a resumed run must share.
     """
 
     batch: BatchPlan
@@ -88,8 +86,8 @@ class Plan:
 class Run:
     """A run folder: its lock, the loaded checkpoint, the position, figures and summaries.
 
-    args: the flags, with model_flags taken from the checkpoint if there is one. checkpoint: the contents of the
-    checkpoint to resume or evaluate; None for a new run, and after Training has restored it.
+    checkpoint: the contents of the checkpoint to resume or evaluate; None for a new run, and after Training has
+    restored it.
     """
 
     def __init__(
@@ -125,13 +123,11 @@ class Run:
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
         self.new_figures: dict[str, np.ndarray] = {}
-        # set while training: the file for this rank's stack traces if it hangs, and when the watchdog was last reset
         self.stack_file: TextIO | None = None
         self.watchdog_reset = -math.inf
 
     @property
     def micro_batch_size(self) -> int:
-        """Micro-batch size of the training that wrote the checkpoint."""
         return self.checkpoint["run"]["leaf"]
 
     def plan_batches(
@@ -219,12 +215,10 @@ class Run:
             try:
                 self.new_figures[name] = save_figure(self.folder, name, figure)
             except OSError as error:
-                # not fatal here: a disk that stays full ends the run at the next checkpoint
                 print(f"warning: {self.folder}: figure not written ({error})", flush=True)
 
     @contextlib.contextmanager
     def writing(self, what: str = "results", advice: str = "make room, then --eval_only") -> Iterator[None]:
-        """Turn an OSError while writing files, such as a full disk, into a RunError."""
         try:
             yield
         except OSError as error:
@@ -239,11 +233,7 @@ class Run:
 
 
 class Training:
-    """Trains a run from its position to the end: steps, evaluations, checkpoints.
-
-    Use it as a context manager, `with Training(...) as training`, and call steps(), record() and finish(). save()
-    lists what a checkpoint contains.
-    """
+    """Trains a run from its position to the end: steps, evaluations, checkpoints."""
 
     def __init__(
         self,
@@ -274,10 +264,8 @@ class Training:
                     before = f"a run with {name.replace('_', ' ')} {before}"
                     raise InputError(f"--resume_from: {before}, now {value}; give the same again")
         self.stop = du.StopSignal()
-        # exit code of the signal that ended steps(), or 0
         self.stopped = 0
         self.epoch_over = self.evaluation_due = False
-        # (step, epoch) of the last checkpoint, and when it was written
         self.saved_position, self.saved_at = None, time.monotonic()
         # the epoch's batches and how many samples have been read; they stay open across an evaluation
         self.stream: Iterator | None = None
@@ -372,7 +360,6 @@ class Training:
                 self.save()
 
     def _fetch(self, sampler: TrainBatchSampler, count: Callable | None) -> tuple:
-        """Read this rank's batches of the next step and start the all-reduce described in steps()."""
         samples, numbers = sampler.share(self.samples_read)
         begun = time.perf_counter()
         batches = [next(self.stream) for _ in numbers or [0]]
@@ -385,7 +372,6 @@ class Training:
         return samples, numbers, batches, error, du.begin_sum(own)
 
     def _must_pause(self) -> bool:
-        """Whether steps() stops at this position, for an evaluation or at the end."""
         return self.is_over() or self.epoch_over or self.evaluation_due
 
     def is_over(self) -> bool:
@@ -399,7 +385,6 @@ class Training:
         return du.reduce_max([self.stop.code])[0]
 
     def _write_trace(self) -> None:
-        """Rank 0: write --profile's trace.json."""
         if self.profiler:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.run.folder / "trace.json"))
@@ -410,7 +395,7 @@ class Training:
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
         """All ranks, after steps(): log the evaluation and save a checkpoint, also as best.pt if it is the best so far.
 
-        metrics: the evaluation's; {} if there was none. headline: the metric that decides. lower: lower is better.
+        metrics: the evaluation's; {} if there was none. headline: the metric that decides.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -441,7 +426,7 @@ class Training:
                 self.log.write(*where, metrics)
 
     def _note_best(self, metrics: dict[str, float], headline: str, lower: bool) -> bool:
-        """Update the best score; returns whether these metrics set it. A tie goes to the later step."""
+        """A tie goes to the later step."""
         position, value = self.position, metrics[headline]
         better = position.best is None or (value <= position.best if lower else value >= position.best)
         if not better or not math.isfinite(value):
@@ -450,11 +435,6 @@ class Training:
         return True
 
     def _save_is_due(self, ended: bool = False, evaluated: bool = False) -> bool:
-        """All ranks: whether to save at this step. ended: steps() has stopped here. evaluated: after an evaluation.
-
-        With --save_every: at its multiples and after evaluations. Without it: where steps() stops and at every 500th
-        step, but at most once a minute by rank 0's clock.
-        """
         every, step = self.args.save_every, self.position.step
         if every is not None:
             return evaluated or bool(every and step % every == 0)
@@ -502,7 +482,7 @@ class Training:
         """
         self.flush()
         if self.is_over():
-            # everything is saved, so a signal may end the final test at once; resuming repeats it
+            # everything is saved, so a signal may end the final test immediately; resuming repeats it
             self.stop.at_once = b""
             if self.ranks.is_main:
                 self.log.writer.flush()
@@ -516,8 +496,7 @@ class Training:
     def finish(self, tested: dict[str, float] | None = None) -> None:
         """All ranks, at the end of a run: write model.safetensors, summary.json and the curves.
 
-        model.safetensors gets the model's current weights: the last ones, or the best after load_best(). tested:
-        metrics on the test set.
+        model.safetensors gets the model's current weights: the last ones, or the best after load_best().
         """
         run, position, tested = self.run, self.position, tested or {}
         run.writer.wait()
@@ -589,7 +568,6 @@ class Step:
     weight: float = 1.0
 
     def micro_batches(self) -> Iterator:
-        """Yield each micro-batch on the device, with noise seeded for it. The last one all-reduces the gradients."""
         training, device = self.training, self.training.ranks.device
         for number in range(self.passes):
             self.weight = float(number < len(self.numbers))
@@ -614,9 +592,9 @@ class Step:
             self.losses += [loss.detach() for loss in losses]
 
     def update(self, lr: float) -> None:
-        """Clip the gradients, update the weights at this learning rate, count the step and log it.
+        """A non-finite gradient leaves the weights unchanged.
 
-        A non-finite gradient leaves the weights unchanged. The host reads from the GPU only once per log interval.
+        The host reads from the GPU only once per log interval.
         """
         training, log, position = self.training, self.training.log, self.training.position
         grad_norm = training.engine.update(lr)

@@ -1,7 +1,7 @@
 """Batch samplers: an epoch's order, a step's micro-batches, and each rank's share of them in training and evaluation.
 
-The order is a function of (seed, epoch). A step's samples are cut into micro-batches of fixed size and content. The
-number of ranks changes which rank computes a micro-batch, never what is in it.
+The order is a function of (seed, epoch). The number of ranks changes which rank computes a micro-batch, never what is
+in it.
 """
 
 import math
@@ -39,7 +39,6 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """One pass through the network: a permutation of range(4**bits)."""
     shift, mask = np.uint64(bits), np.uint64(2**bits - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -80,7 +79,6 @@ class ImageGroups:
         return image, before, np.minimum(self.questions[image] - before, self.size)
 
     def order(self, positions: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """The questions at the given positions of the epoch; int64 arrays."""
         count = self.last_group[-1]
         if self.epoch != (seed, epoch):
             self.ends, self.epoch = np.empty(count, np.int64), (seed, epoch)
@@ -104,8 +102,7 @@ class TrainBatchSampler:
     """Yields this rank's micro-batches of an epoch as lists of indices.
 
     An optimizer step takes the next effective_batch_size samples of the epoch's order, cut into micro-batches of
-    micro_batch_size; the last step and the last micro-batch of a step may be smaller. gpu_shares: the ranks' relative
-    numbers of micro-batches; None: equal. groups: keeps questions about one image together.
+    micro_batch_size; the last step and the last micro-batch of a step may be smaller.
     """
 
     def __init__(
@@ -146,13 +143,11 @@ class TrainBatchSampler:
         return samples, range(begin, end)
 
     def most_micro_batches(self, first: int) -> int:
-        """The largest number of micro-batches on any rank in the step after `first` samples."""
         micro_batches = math.ceil(min(self.effective_batch_size, self.num_samples - first) / self.micro_batch_size)
         ends = [micro_batches * end // self.ends[-1] for end in self.ends]
         return max(end - begin for begin, end in pairwise(ends))
 
     def order(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at the given positions of the epoch; int64 arrays."""
         if self.groups:
             return self.groups.order(positions, self.seed, self.epoch)
         return permute(positions, self.num_samples, self.seed, self.epoch)

@@ -18,8 +18,7 @@ RESAMPLES = 1000
 def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
     """Return the interval (low, high) of the mean of `values`; cases: the case of each value.
 
-    bounded: the values lie in 0..1; use False for others, such as paired differences of two models. The interval is
-    undefined for fewer than two cases, and for unbounded values with no variance between cases.
+    bounded: the values lie in 0..1; use False for others, such as paired differences of two models.
     """
     from scipy.stats import beta, norm, t
 
@@ -59,7 +58,6 @@ def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
 
 
 def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
-    """Return the interval (low, high) of a bootstrapped score; undefined unless most of the values are finite."""
     defined = values[np.isfinite(values)]
     if len(defined) <= len(values) / 2:
         return np.nan, np.nan
@@ -67,10 +65,7 @@ def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
 
 
 def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3) -> str:
-    """Format a mean and its interval as "0.814 (0.792, 0.834)", without the interval if it is undefined.
-
-    sign: "+" for a difference.
-    """
+    """Format a mean and its interval as "0.814 (0.792, 0.834)", without the interval if it is undefined."""
     form = f"{sign}.{digits}f"
     return f"{mean:{form}}" + (f" ({low:{form}}, {high:{form}})" if np.isfinite(low) else "")
 

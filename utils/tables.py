@@ -13,7 +13,6 @@ from pathlib import Path
 from utils.cli import InputError, is_first_process
 from utils.images import IMAGE_ENDINGS
 
-# names of the splits in user-supplied tables
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
 # lower-case texts of empty cells
@@ -99,7 +98,6 @@ def read_table(path: Path) -> Rows:
 
 
 def find_column(rows: Rows, *names: str) -> str:
-    """Return the first of `names` that is a column, in lower case; else raise InputError with the closest column."""
     source, columns = rows[0]
     for name in names:
         if name.lower() in columns:
@@ -142,7 +140,6 @@ def patient_in(pattern: str, name: str) -> str:
 
 
 def parse_shares(text: str) -> tuple[float, float, float]:
-    """argparse type: the shares of patients in train, val and test, such as "0.8,0.1,0.1" or "80,10,10"."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:

@@ -43,11 +43,9 @@ class Volume(NamedTuple):
 
     @property
     def spacing(self) -> np.ndarray:
-        """Voxel spacing (3,) in mm."""
         return np.linalg.norm(self.affine[:3, :3], axis=0)
 
     def summary(self) -> np.ndarray:
-        """Spacing and codes as (6,) numbers for describe()."""
         return np.array([*self.spacing, *map(CODES.index, self.codes)])
 
 
@@ -69,7 +67,6 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def stamp(files: list[Path]) -> list[tuple[str, int, int]]:
-    """Return the path, size and modification time of each file, for a cache key."""
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
@@ -116,7 +113,6 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
 
 
 def _find_series(path: Path) -> dict:
-    """Return {file: header} of the only DICOM series in a folder, or of a file's series. Raises InputError."""
     from pydicom import dcmread
 
     series: dict[str, dict] = {}
@@ -139,7 +135,7 @@ def _find_series(path: Path) -> dict:
 
 
 def _read_tags(series: dict) -> np.ndarray:
-    """Return the values of TAGS (slices, 15). Raises InputError for a missing value and for a CT that is not in HU."""
+    """Return the values of TAGS (slices, 15)."""
     # MR images may lack a rescale slope; a CT without it is not in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
     numbers = []
@@ -165,7 +161,7 @@ def _read_tags(series: dict) -> np.ndarray:
 def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read a DICOM series as (values scaled by each slice's slope and intercept, RAS affine).
 
-    Slices are sorted along their normal (axial slices from foot to head). Raises InputError for an irregular stack.
+    Slices are sorted along their normal (axial slices from foot to head).
     """
     from pydicom import dcmread, pixels
 
