@@ -50,7 +50,7 @@ class Ranks:
     device: torch.device
     launcher: str
     store: dist.Store | None
-    # time of the last note(), in a list because the dataclass is frozen
+    # time of the last record_position(), in a list because the dataclass is frozen
     noted: list[float] = field(default_factory=lambda: [-math.inf], compare=False)
 
     @property
@@ -66,7 +66,7 @@ class Ranks:
             faulthandler.cancel_dump_traceback_later()
             self.store.wait([what], timedelta(days=7))
 
-    def note(self, place: str) -> None:
+    def record_position(self, place: str) -> None:
         """Record this rank's position in the store, so that the others can name it if it hangs."""
         # limit all ranks together to 4000 writes a second, because rank 0 serves the store
         now = time.monotonic()
@@ -191,7 +191,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
             os._exit(1)
     ranks = Ranks(rank, world_size, device, launcher, store)
     try:
-        ranks.note("the start")
+        ranks.record_position("the start")
         yield ranks
     except (InputError, RunError, SystemExit) as error:
         # all ranks raise this together; clear the traceback, whose frames would keep DDP alive

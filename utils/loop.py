@@ -176,7 +176,7 @@ class Run:
 
         The watchdog writes this rank's stack traces shortly before the ranks waiting for it time out.
         """
-        self.ranks.note(place)
+        self.ranks.record_position(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
         # resetting starts a thread, which is too slow for every step
         if self.stack_file and now - self.watchdog_reset > 0.1 * timeout:
