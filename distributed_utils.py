@@ -1,4 +1,4 @@
-"""Distributed training for one process or many: process group, data loader, reductions, learning rate, stop signal."""
+"""Distributed training on one process or many: process group, data loader, reductions, learning rate, stop signals."""
 
 import atexit
 import contextlib
@@ -40,7 +40,7 @@ SHIFT = 1.5 * 2.0**12
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank, device and launcher.
+    """The rank, device and launcher of this process.
 
     store: key-value store that all processes share; None if there is only one process.
     """
@@ -58,16 +58,16 @@ class Ranks:
         return self.rank == 0
 
     def wait_for_main(self, what: str) -> None:
-        """All ranks: wait for rank 0 to arrive, however long that takes. If it dies, the launcher kills the others."""
+        """All ranks: wait until rank 0 calls this, without a timeout. If rank 0 dies, the launcher kills the others."""
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
-            # waiting here is not a hang, so stop the watchdog
+            # a rank that waits here does not hang, so stop its watchdog
             faulthandler.cancel_dump_traceback_later()
             self.store.wait([what], timedelta(days=7))
 
     def record_position(self, place: str) -> None:
-        """Record this rank's position in the store, so that the others can name it if it hangs."""
+        """Record what this rank is doing in the store, so that other ranks can print it if this rank hangs."""
         # limit all ranks together to 4000 writes a second, because rank 0 serves the store
         now = time.monotonic()
         if self.store and now - self.noted[0] > self.world_size / 4000:
@@ -76,9 +76,9 @@ class Ranks:
 
 
 def read_environment() -> tuple[int, int, int, str]:
-    """(rank, local_rank, world_size, launcher) from the launcher's environment; (0, 0, 1, "python") without one.
+    """Return (rank, local_rank, world_size, launcher), read from the environment variables that the launcher sets.
 
-    Raises InputError if a variable is not a number.
+    Without a launcher: (0, 0, 1, "python"). Raises InputError if a variable is not a number.
     """
     env = os.environ
 
@@ -96,8 +96,8 @@ def read_environment() -> tuple[int, int, int, str]:
     tasks = whole("SLURM_STEP_NUM_TASKS", "1")
     if tasks == 1:
         return 0, 0, 1, "python"
-    # the first host of a list such as gpu[01-03,07]-ib,login1, and a port that differs between jobs and between the
-    # sruns of one job
+    # the master is the first host of a list such as gpu[01-03,07]-ib,login1; its port must differ between jobs and
+    # between the srun calls of one job
     first = re.match(r"([^][,]|\[[^]]*\])*", env.get("SLURM_STEP_NODELIST", "localhost"))[0]
     env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+)[^]]*\]", r"\1", first))
     job, step = whole("SLURM_JOB_ID", "0"), whole("SLURM_STEP_ID", "0")
@@ -122,7 +122,7 @@ def _address_towards(host: str) -> str:
 
 
 def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
-    """All ranks, on several nodes: set GLOO_SOCKET_IFNAME if gloo would choose the loopback interface.
+    """All ranks, if there are several nodes: set GLOO_SOCKET_IFNAME where gloo would choose the loopback interface.
 
     gloo listens at the address of the machine's own host name. On Debian that is 127.0.1.1, which other nodes cannot
     reach.
@@ -146,17 +146,17 @@ def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
-    """Join the process group, and leave it on every exit. timeout: seconds that a collective waits for a rank.
+    """Context manager that joins the process group and leaves it, also after an error.
 
-    Use DDP only in functions called inside the `with` block: torch 2.13 aborts about one exit in eight if a DDP wrapper
-    outlives the process group.
+    timeout: seconds that a collective waits for a rank. Use DDP only in functions called inside the `with` block: torch
+    2.13 aborts about one exit in eight if a DDP wrapper outlives the process group.
     """
     faulthandler.enable()
     rank, local_rank, world_size, launcher = read_environment()
     device = torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus:
-        # srun may make only its own GPU visible to each task
+        # srun may make a single GPU visible to each of its tasks
         alone = gpus == 1 and launcher == "srun"
         device = torch.device("cuda", 0 if alone else local_rank)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
@@ -168,12 +168,12 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
     store = None
     if world_size > 1:
-        # torch's flight recorder: NCCL dumps the last collectives on a timeout, for `torchfrtrace` to read
+        # enable torch's flight recorder: on a timeout NCCL dumps the last collectives, which `torchfrtrace` displays
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if gpus and dist.is_nccl_available() else "gloo"
         limit = timedelta(seconds=timeout)
         if world_size > 64:
-            # connect two ranks only when they first communicate: connecting all pairs takes minutes at 4096 ranks
+            # make gloo connect two ranks only when they first communicate: connecting all pairs of 4096 takes minutes
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
@@ -183,7 +183,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
             group_store = dist.PrefixStore("group", store)
             dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=limit)
         except (RuntimeError, OSError) as error:
-            # every rank prints this itself, because rank 0 may still be waiting
+            # print this error on every rank, because rank 0 may still be waiting
             who = f"rank {rank} on {socket.gethostname()}"
             place = ":".join(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
             line = f"error: {who} cannot join the others at {place}; see docs/running.md, Networks ({error})"
@@ -194,7 +194,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         ranks.record_position("the start")
         yield ranks
     except (InputError, RunError, SystemExit) as error:
-        # all ranks raise this together; clear the traceback, whose frames would keep DDP alive
+        # all ranks raise these errors together; clear the traceback, whose frames would keep the DDP wrapper alive
         traceback.clear_frames(error.__traceback__)
         raise
     except BaseException as error:
@@ -207,7 +207,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         os._exit(1)
     finally:
         if world_size > 1:
-            # let a background sum finish: other ranks may be waiting for this rank's part
+            # wait for a pending begin_sum(): other ranks may need this rank's values
             _BACKGROUND.submit(int).result()
             gc.collect()
         for child in multiprocessing.active_children():
@@ -217,7 +217,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
 
 def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> None:
-    """After a failed collective, print which ranks hang or were killed: those that neither crashed nor timed out."""
+    """After a failed collective, print the ranks that hang or were killed, i.e. that neither crashed nor timed out."""
     with contextlib.suppress(RuntimeError):
         ranks.store.set(f"rank {ranks.rank} has ended", "")
         # gloo reports "pair closure" if the timeout of another message closed the connection
@@ -246,7 +246,7 @@ def print_main(*values) -> None:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Block stop signals while DataLoader workers start, until the workers ignore them."""
+    """Context manager that blocks stop signals while DataLoader workers start, until the workers ignore the signals."""
     signals = {signal.SIGTERM, signal.SIGINT}
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -258,16 +258,16 @@ def hold_signals() -> Iterator[None]:
 
 
 def _ignore_stop_signals(_: int) -> None:
-    """Make a worker ignore Ctrl-C and SIGTERM, which reach the whole process group: the trainer stops the workers."""
+    """Make a DataLoader worker ignore Ctrl-C and SIGTERM, which reach all processes: the training process stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @atexit.register
 def _kill_workers() -> None:
-    """Kill the workers at exit: Python would send SIGTERM, which they ignore, and wait for them.
+    """Kill DataLoader workers at exit: Python would send SIGTERM, which workers ignore, and wait for them.
 
-    Restoring SIGCHLD first keeps torch from reporting them as killed.
+    Resetting the SIGCHLD handler first stops torch from reporting the workers as killed.
     """
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -287,12 +287,12 @@ def create_distributed_dataloader(
     groups: ImageGroups | None = None,
     **options,
 ) -> DataLoader:
-    """A DataLoader (guide 2's function name) over this rank's samples, at most `batch_size` at a time.
+    """Create a DataLoader over this rank's samples, in batches of at most `batch_size` (guide 2's function name).
 
-    train: shuffled, `effective_batch_size` samples over all ranks per optimizer step; call
-    `loader.batch_sampler.set_position(epoch)` before each epoch. Otherwise in order, without padding. A dataset that
-    augments must draw from (seed, index.epoch, index), see utils.sampler.Index, to give the same samples on any number
-    of processes and after a resume.
+    With `train`, samples are shuffled, with `effective_batch_size` samples over all ranks per optimizer step;
+    `loader.batch_sampler.set_position(epoch)` must be called before each epoch, as Training.steps() does. Otherwise
+    samples come in order, without padding. A data set that augments must seed its generator with (seed, index.epoch,
+    index), see utils.sampler.Index, so that a sample is the same on any number of processes and after a resume.
     """
     rank, world_size = world()
     if train:
@@ -308,7 +308,7 @@ def create_distributed_dataloader(
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),
-        # a private generator: DataLoader would draw from the global one at each epoch, and once more after a resume
+        # a private generator: DataLoader would draw from torch's global one at each epoch, and again after a resume
         generator=torch.Generator().manual_seed(seed % 2**63),
         **options,
     )
@@ -350,10 +350,10 @@ def _receive(rank: int, tag: int) -> bytes:
 
 
 def combine(value, merge: Callable, tag: int = 0):
-    """All ranks: all-reduce picklable values. merge(a, b): combines two values; a is from the lower ranks.
+    """All ranks: all-reduce picklable values. merge(a, b) combines two values, of which `a` is from lower ranks.
 
-    Reduces up a binomial tree and broadcasts down it, a chain of 2 log2(ranks) messages. gloo's own all-reduce and
-    all-gather use a ring, a chain of 2 (ranks - 1).
+    Values are reduced up a binomial tree and the result is broadcast down it: 2 log2(ranks) messages in sequence,
+    instead of 2 (ranks - 1) with the ring that gloo's all-reduce and all-gather use.
     """
     rank, world_size = world()
     if world_size == 1:
@@ -379,14 +379,14 @@ def _add_lists(one: list[float], other: list[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-# one background thread, whose messages have a tag of their own
+# a single thread runs begin_sum()'s sums in the background; its messages have their own tag
 _BACKGROUND = ThreadPoolExecutor(1)
 
 
 def begin_sum(values: list[float]) -> Callable[[], list[float]]:
-    """All ranks: start summing over the ranks in the background; returns a function that waits for the result.
+    """All ranks: start to sum `values` elementwise over the ranks in the background.
 
-    Every rank must start its sums in the same order.
+    Returns a function that waits for the sum. Every rank must call begin_sum() in the same order.
     """
     if not dist.is_initialized():
         return lambda: values
@@ -394,7 +394,7 @@ def begin_sum(values: list[float]) -> Callable[[], list[float]]:
 
 
 def reduce_sum(values: Tensor | list) -> Tensor:
-    """Sum over ranks: a tensor in place, on its device; a list of numbers on the host, as a float64 tensor."""
+    """All ranks: sum over the ranks. A tensor is summed in place; a list of numbers gives a float64 CPU tensor."""
     if isinstance(values, Tensor):
         if dist.is_initialized():
             dist.all_reduce(values)
@@ -407,7 +407,7 @@ def reduce_max(values: list[float]) -> list[float]:
 
 
 def gather_objects(value) -> list:
-    """All-gather small picklable values: [rank 0's, rank 1's, ...] on every rank."""
+    """All ranks: gather small picklable values; every rank gets the list [rank 0's value, rank 1's value, ...]."""
     return combine([value], operator.add)
 
 
@@ -416,7 +416,7 @@ def gather_dicts(own: dict) -> dict:
 
 
 def gather_to_main(value) -> list:
-    """Gather values on rank 0, without memory for them on other ranks: [rank 0's, rank 1's, ...] there, else []."""
+    """All ranks: gather picklable values on rank 0, which gets a list in rank order; other ranks get []."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -432,9 +432,10 @@ def broadcast_object(value):
 
 
 def share_bytes(size: int) -> np.ndarray | None:
-    """All ranks: uint8 zeros (size,) in memory shared by this machine's ranks and their workers.
+    """All ranks: return a zeroed uint8 array (size,) that this machine's ranks and their DataLoader workers share.
 
-    Backed by an unlinked temporary file, which stays in the page cache while memory allows. None if the disk is full.
+    The array is backed by an unlinked temporary file, which stays in the page cache while memory allows. Returns None
+    if the disk has no room for it.
     """
     if os.name == "nt":
         return np.zeros(size, np.uint8)
@@ -444,7 +445,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     if first:
         descriptor, path = tempfile.mkstemp()
         try:
-            # allocate now: a disk that fills up later would crash the process at a write
+            # allocate the disk space now: on a full disk, a later write to the array would crash the process
             getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(descriptor, 0, size)
         except OSError:
             os.unlink(path)
@@ -454,7 +455,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     try:
         return np.memmap(path, np.uint8, "r+", shape=(size,)) if path else None
     except OSError:
-        # a different machine with the same host name
+        # the path comes from another machine with the same host name
         return None
     finally:
         gather_objects(None)
@@ -464,7 +465,7 @@ def share_bytes(size: int) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def agree_on_errors() -> Iterator[None]:
-    """If any rank raises InputError or RunError inside the block, all ranks raise the first one at its end."""
+    """Context manager: if any rank raises InputError or RunError inside the block, every rank raises the first one."""
     own = None
     try:
         yield
@@ -477,9 +478,9 @@ def agree_on_errors() -> Iterator[None]:
 
 @torch.no_grad()
 def check_same_weights(state: dict[str, Tensor]) -> None:
-    """All ranks: compare checksums of the weights. Raises RunError on all ranks if they differ.
+    """All ranks: compare checksums of the weights between ranks. Raises RunError on all ranks if the weights differ.
 
-    A bit flipped in a GPU's memory makes one rank's weights drift from the others', which no loss reveals.
+    If a bit flips in a GPU's memory, one rank's weights drift away from the others, and no loss reveals it.
     """
     if world()[1] == 1:
         return
@@ -497,14 +498,14 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
         raise RunError(f"{reason}: {fault}; resume from the checkpoint before")
 
 
-# --- sums that do not round -------------------------------------------------------------------------------------------
+# --- exact sums -------------------------------------------------------------------------------------------------------
 
 
 def round_for_exact_sum(values: Tensor) -> Tensor:
-    """Round to multiples of 2**-40, in float64.
+    """Round values to multiples of 2**-40, in float64; NaN and infinity stay.
 
-    Float64 adds such numbers without rounding while sums stay below 2**13, so their order and grouping do not change a
-    bit. NaN and infinity are kept.
+    Adding rounded values is exact while the sums stay below 2**13, so neither the order nor the grouping of the
+    additions changes a bit. ExactEngine rounds gradients in the same way.
     """
     return (values.double() + SHIFT) - SHIFT
 
@@ -513,12 +514,15 @@ def round_for_exact_sum(values: Tensor) -> Tensor:
 
 
 def scale_learning_rate(base: float, times: float, rule: str) -> float:
-    """`linear` is guide 0's `effective_lr = base_lr * world_size`."""
+    """Scale a learning rate for a batch that is `times` as large.
+
+    rule "linear": `effective_lr = base_lr * world_size` in the published guide 0.
+    """
     return base * {"linear": times, "sqrt": math.sqrt(times), "none": 1}[rule]
 
 
 def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Factor on the learning rate at `step` (from 0): linear warm-up, then constant, or a cosine decay to 0."""
+    """Return the learning rate factor at `step` (from 0): linear warm-up, then constant or a cosine decay to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":
@@ -528,9 +532,9 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
 
 
 class StopSignal:
-    """SIGTERM and SIGINT set `code` to 143 or 130, which the training loop checks on all ranks before each step.
+    """Handles stop signals: SIGTERM sets `code` to 143, Ctrl-C to 130; the training loop checks it before each step.
 
-    at_once: if set, a signal prints this message and exits immediately.
+    at_once: if this message is set, a signal prints it and exits immediately.
     """
 
     code = 0
@@ -547,7 +551,7 @@ class StopSignal:
 
     def _note(self, number: int, _frame) -> None:
         self.code = 130 if number == signal.SIGINT else 143
-        # workers inherit this handler; they must not print the message or exit by it
+        # DataLoader workers inherit this signal handler but must neither print the message nor exit
         if self.at_once is not None and get_worker_info() is None:
             os.write(1, self.at_once)
             os._exit(self.code)

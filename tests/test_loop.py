@@ -19,7 +19,7 @@ from utils import checkpoint
 from utils.cli import InputError, RunError
 from utils.engine import make_engine
 from utils.log import RunLog, draw_curves
-from utils.loop import BatchPlan, Plan, Run, Training, _time_pass, gpu_shares_from, seed_noise
+from utils.loop import BatchPlan, Plan, Run, Training, _time_pass, gpu_shares_from, seed_dropout
 from utils.sampler import TrainBatchSampler
 
 CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
@@ -194,11 +194,11 @@ def test_best_is_the_highest_or_lowest_finite_score(tmp_path, monkeypatch, sign)
 
 def test_noise_is_a_function_of_seed_step_and_micro_batch():
     """Checkpoints hold no random state, so the seed below must never change."""
-    seed_noise(CPU.device, 5, 7, 2)
+    seed_dropout(CPU.device, 5, 7, 2)
     assert torch.initial_seed() == 12151908989600622437
     drawn = set()
     for position in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (-1, 0, 0), (0, 0, 0)):
-        seed_noise(CPU.device, *position)
+        seed_dropout(CPU.device, *position)
         drawn.add(torch.rand(1).item())
     assert len(drawn) == 5
 

@@ -1,8 +1,8 @@
 """Checkpoints that survive a kill at any moment: atomic saving, checked loading, retention, export of weights.
 
 A run folder holds `step_00000120.pt` files and `best.pt`, a hard link to one of them (which may have been deleted
-since). Each file ends with a seal: its step, its run's id and the sha256 of everything before the seal. A checkpoint is
-valid if its hash is right and its run id is the one in the folder's file `run_id`. There is no other index.
+since). Each file ends with a line called its seal: its step, its run's id and the sha256 hash of everything before. A
+checkpoint is valid if the hash is right and the run id equals the one in the folder's file `run_id`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from distributed_utils import agree_on_errors, broadcast_object, print_main, wor
 from utils.cli import InputError, RunError
 
 SEAL = re.compile(rb"\n# checkpoint step=(\d+) run=([0-9a-f]*) sha256=([0-9a-f]{64})\n\Z")
-# files other than checkpoints that a run writes and --overwrite deletes
+# what a run writes besides checkpoints; --overwrite deletes it
 RUN_FILES = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "logs", "figures", "trace.json")
 
 
@@ -32,9 +32,9 @@ RUN_FILES = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", 
 
 
 def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
-    """Call `write(file)` on a temporary file, flush it to disk, then rename it to `path`.
+    """Call `write(file)` on a temporary file, flush the file to disk, then rename it to `path`.
 
-    also: further names for the same file, linked before `path` appears.
+    also: further paths to link the same file to, before it appears at `path`.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -73,7 +73,7 @@ class HashingFile:
 
 
 class Seal(NamedTuple):
-    """A checkpoint's seal. damage: why the file cannot be trusted, or ""."""
+    """The step and run id in the last line of a checkpoint. damage: why the file cannot be trusted, or ""."""
 
     step: int
     run_id: str
@@ -95,7 +95,7 @@ def read_seal(path: Path) -> Seal:
 
 
 def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, ...] = ()) -> None:
-    """Write a sealed checkpoint. contents: only dicts, lists, tensors, numbers and strings."""
+    """Write a checkpoint with its seal (hash line). contents: only dicts, lists, tensors, numbers and strings."""
 
     def write(file) -> None:
         hashing = HashingFile(file)
@@ -111,10 +111,10 @@ def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, 
 
 
 class HostCopy:
-    """Copies the tensors in nested dicts and lists to host memory that each call reuses.
+    """Copies the tensors in nested dicts and lists to host memory, which every call reuses.
 
-    Filling newly allocated memory takes several times as long. The memory is pinned for tensors from a GPU. A copy is
-    valid until the next call.
+    Writing to newly allocated memory takes several times as long. The memory is pinned if the tensors are on a GPU. A
+    copy is valid until the next call.
     """
 
     def __init__(self):
@@ -141,7 +141,7 @@ class HostCopy:
 
 
 class CheckpointWriter:
-    """Writes checkpoints on rank 0, one at a time, in a thread beside the training."""
+    """Writes checkpoints on rank 0, one at a time, in a background thread."""
 
     def __init__(self, folder: Path, keep_last: int):
         self.folder = folder
@@ -151,14 +151,14 @@ class CheckpointWriter:
         self.error: Exception | None = None
 
     def save(self, contents: dict, also: tuple[str, ...] = (), before_write: Callable[[], None] = lambda: None) -> None:
-        """All ranks: start writing a checkpoint, after waiting for the previous one."""
+        """All ranks: wait for the previous checkpoint, then start to write a new one in the background."""
         self.wait()
         if world()[0] == 0:
             self.thread = threading.Thread(target=self._write, args=(self.copy(contents), also, before_write))
             self.thread.start()
 
     def wait(self) -> None:
-        """All ranks: wait until the checkpoint is on disk. Raises RunError on all ranks if writing it failed.
+        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if writing it failed.
 
         The checkpoint before is then intact.
         """
@@ -173,7 +173,7 @@ class CheckpointWriter:
         try:
             before_write()
             path = self.folder / f"step_{contents['step']:08d}.pt"
-            # a kill between the two names leaves best.pt ahead; the resumed run writes the same best.pt again
+            # best.pt appears first: after a kill in between, the resumed run writes the same best.pt again
             write_checkpoint(path, contents, read_run_id(self.folder), tuple(self.folder / name for name in also))
             for old in sorted(filter(Path.is_file, self.folder.glob("step_*.pt")))[: -self.keep_last]:
                 old.unlink()
@@ -194,7 +194,7 @@ def frozen_names(model: torch.nn.Module) -> set[str]:
 
 
 def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dict[str, torch.Tensor]:
-    """A model's trained parameters and its buffers, named as in the unwrapped model."""
+    """Return a model's trained parameters and its buffers, with their names in the unwrapped model."""
     frozen = frozen_names(model) if frozen is None else frozen
     state = {name: value for name, value in model.state_dict().items() if name not in frozen}
     return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in state.items()}
@@ -206,8 +206,8 @@ def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dic
 def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict | None:
     """All ranks: load the checkpoint that --resume_from names, onto the CPU.
 
-    Returns None without --resume_from, and for `auto` in a folder without checkpoints. Raises InputError on all ranks
-    for a missing or damaged file, or one in another format.
+    Returns None if resume_from is None, and for `auto` if the folder has no checkpoint. Raises InputError on all ranks
+    if the file is missing, damaged or in another format.
     """
     path = None
     with agree_on_errors():
@@ -243,7 +243,7 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def find_named(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest in a folder. Raises InputError if it is missing or damaged."""
+    """Return the checkpoint at `path`, the newest one if it is a folder. Raises InputError if missing or damaged."""
     found = find_newest(path) if path.is_dir() else path
     if found is None or not found.is_file():
         raise InputError(f"{path}: no such checkpoint; check --resume_from")
@@ -254,7 +254,7 @@ def find_named(path: Path) -> Path:
 
 
 def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor], source: str = "--resume_from") -> None:
-    """Load weights from trained_state into an unwrapped model. Raises InputError if a name or shape differs."""
+    """Load the result of trained_state() into an unwrapped model. Raises InputError if a name or shape differs."""
     state = model.state_dict()
     unlike = [name for name in weights if name not in state or state[name].shape != weights[name].shape]
     wrong = sorted(trained_state(model).keys() - weights.keys()) + unlike
@@ -264,9 +264,9 @@ def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor], sourc
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Load an optimizer's state, but keep the learning rate and weight decay of the flags.
+    """Load an optimizer's state, but keep its current learning rate and weight decay, which flags may have changed.
 
-    Moments are stored with their parameters' strides, which fused kernels need.
+    Moments get the strides of their parameters, because fused kernels need equal strides.
     """
     flags = [(group["lr"], group.get("weight_decay", 0)) for group in optimizer.param_groups]
     try:
@@ -286,7 +286,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def read_run_id(folder: Path) -> str:
-    """The id of the folder's run, "" for none. If the file run_id is missing or empty, the newest checkpoint's id."""
+    """Return the id of the run in a folder, or "". If the file run_id is missing, use the newest checkpoint's id."""
     with contextlib.suppress(OSError):
         if run_id := (folder / "run_id").read_text().strip():
             return run_id
@@ -302,18 +302,18 @@ def make_folder(folder: Path) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
-            # a link could redirect our writes anywhere; W&B makes links inside its own folder
+            # a symbolic link could redirect writes to any place; only W&B makes links, inside its own folder
             links = [path for path in folder.rglob("*") if path.is_symlink() and folder / "wandb" not in path.parents]
             if links:
                 raise InputError(f"{links[0]}: a link in a run folder; remove it or choose another folder")
 
 
 def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
-    """All ranks: rank 0 creates and locks the folder. Keep the returned lock file open for the whole run.
+    """All ranks: rank 0 creates and locks the run folder. Keep the returned lock file open for the whole run.
 
-    may_exist: the folder may hold a run to resume or overwrite; if that run is still writing, wait up to `wait` seconds
-    for it to end. Raises InputError on all ranks if the folder holds a run without may_exist, or files of no run, if
-    another run is writing to it, or if a rank cannot see it.
+    may_exist: allow a folder that holds a run (to resume or overwrite); if that run is still writing, wait up to `wait`
+    seconds for it to end. Raises InputError on all ranks if the folder holds a run although may_exist is False, if it
+    holds checkpoints or logs but no run id, if another run is writing to it, or if a rank cannot see the folder.
     """
     lock = None
     make_folder(folder)
@@ -338,7 +338,7 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
 
 
 def _take_lock(file, folder: Path, wait: float) -> bool:
-    """The operating system releases the lock when the process ends."""
+    """Try to lock a file for `wait` seconds. The operating system releases the lock when the process ends."""
     told = False
     deadline = time.monotonic() + wait
     while True:
@@ -368,22 +368,23 @@ def _is_valid(seal: Seal, run_id: str, step: int) -> bool:
 def begin_run(
     folder: Path, checkpoint: dict | None, overwrite: bool = False, best_names: tuple[str, ...] = ("best.pt",)
 ) -> bool:
-    """Rank 0, after every other check: make the folder hold this run up to its checkpoint, and nothing later.
+    """Rank 0, when all inputs have been checked: begin a new run in the folder, or continue the checkpoint's run.
 
-    Returns whether best_names[0] belongs to this run and is not from a later step, so that the best score still counts.
-    A new run first gets a new run id, so that after a kill at any moment no checkpoint of the previous run counts.
-    Raises InputError if the folder holds another run than the checkpoint's and `overwrite` is False.
+    To continue, everything later than the checkpoint is deleted. A new run first gets a new run id, so that checkpoints
+    of the previous run are invalid even if a kill leaves some behind. Returns whether best_names[0] exists for this run
+    and is not from a later step, i.e. whether the checkpoint's best score is still valid. Raises InputError if the
+    folder holds another run than the checkpoint's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"
     if checkpoint and run_id and read_seal(Path(checkpoint["path"])).run_id == run_id:
-        # the same run, possibly resumed from best.pt or an old step: later checkpoints must go
+        # the same run, possibly resumed from best.pt or an older step: delete all later checkpoints
         if not first.exists():
             _link(Path(checkpoint["path"]), first)
         later = [path for path in sorted(folder.glob("step_*.pt")) if path.name > first.name]
-        # every *best.pt, including those of later stages
+        # also every later *best.pt, for example of later training stages
         later += [p for p in sorted(folder.glob("*best.pt")) if not _is_valid(read_seal(p), run_id, checkpoint["step"])]
-        # a directory with such a name is not ours
+        # skip directories named like checkpoints
         later = list(filter(Path.is_file, later))
         for path in later:
             path.unlink()

@@ -1,6 +1,7 @@
-"""Engines: how gradients are summed over the ranks and update the weights.
+"""Engines: an engine sums gradients over the ranks and updates the weights.
 
-`make_engine` returns `Engine` (DDP), or `ExactEngine` for --deterministic. DeepSpeed's is in tasks/mimic_cxr/zero.py.
+`make_engine` returns `Engine` (DDP), or `ExactEngine` for --deterministic. The DeepSpeed engine is in
+tasks/mimic_cxr/zero.py.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ from utils import checkpoint
 
 
 class Engine:
-    """DDP if there are several processes, AMP's loss scaling, a fused optimizer.
+    """Trains a model with a fused optimizer and AMP loss scaling, and with DDP if there are several processes.
 
-    model: the plain model. wrapped: the module to call in training.
+    model: the model without the DDP wrapper. wrapped: the module to call in training, with DDP's wrapper if it has one.
     """
 
-    # whether every rank must make the same number of passes in a step
+    # whether every rank must run the same number of forward passes in an optimizer step
     equal_passes = False
 
     def __init__(
@@ -41,9 +42,10 @@ class Engine:
         saved: dict | None = None,
         frozen: set[str] | None = None,
     ):
-        """All ranks.
+        """Call on all ranks. saved: contents of the checkpoint to restore, if any.
 
-        frozen: names of parameters to leave out of checkpoints; default: those that do not require gradients now.
+        frozen: names of parameters to leave out of checkpoints; default: parameters that do not require gradients when
+        the engine is created.
         """
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
@@ -67,27 +69,27 @@ class Engine:
         self.wrap()
 
     def wrap(self) -> None:
-        """All ranks: wrap the model for the parameters that require gradients now; call again if these change."""
+        """All ranks: prepare gradient sums for the trainable parameters; call again when other parameters train."""
         self.close()
         self.wrapped = wrap_in_ddp(self.model, self.device)
 
     def close(self) -> None:
-        """Release the wrapper: two DDP wrappers around one model would both all-reduce its gradients."""
+        """Remove the DDP wrapper: two wrappers around one model would both all-reduce its gradients."""
         if self.wrapped is not self.model:
             self.wrapped = self.model
             gc.collect()
 
     @contextlib.contextmanager
     def around_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context for one micro-batch's passes. last: all-reduce the gradients after this one."""
+        """Context manager for the passes of one micro-batch. last: all-reduce the gradients after this micro-batch."""
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        """Backward pass of this rank's term of a loss summed over the ranks.
+        """Run the backward pass of `loss`, this rank's term of a loss that is summed over the ranks.
 
-        gradient: the derivative of the sum with respect to `loss`.
+        gradient: the derivative of that sum with respect to `loss`.
         """
         # undo DDP's averaging over the ranks
         loss.backward(self.scaler.scale(gradient * world()[1]))
@@ -108,28 +110,28 @@ class Engine:
             if math.isfinite(grad_norm):
                 optimizer.step()
         else:
-            # GradScaler's interface to fused optimizers, which skip the step on the device without a host sync
+            # a fused optimizer skips the step on the GPU if found_inf is 1, as GradScaler uses it: no host-device sync
             optimizer.grad_scale, optimizer.found_inf = None, 1.0 - grad_norm.isfinite().float()
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
     def weights(self) -> dict[str, Tensor]:
-        """All ranks: the model's entries of a checkpoint, see checkpoint.trained_state."""
+        """All ranks: return the weights to save in a checkpoint; see checkpoint.trained_state."""
         return checkpoint.trained_state(self.model, self.frozen)
 
     def state(self) -> dict:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def put_weights(self, weights: dict[str, Tensor]) -> None:
-        """All ranks: overwrite the plain model's weights, for a test; training must not continue from them."""
+        """All ranks: overwrite the model's weights before the final test; training must not continue from them."""
         checkpoint.load_trained(self.model, weights)
 
 
 def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
     if world()[1] == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    # depthwise convolutions trigger this warning; it is harmless
+    # depthwise convolutions trigger this harmless warning
     warnings.filterwarnings("ignore", message="Grad strides do not match")
     on_cpu = device.type == "cpu"
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(checkpoint.frozen_names(model)))
@@ -141,17 +143,19 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
         # ranks depends on the buckets, so a resumed run would differ in the last bits
         find_unused_parameters=on_cpu and world()[1] > 2,
     )
-    # torch 2.13 renamed the constructor's argument
+    # set as an attribute, because torch 2.13 renamed the constructor's argument
     wrapped.broadcast_buffers = False
     return wrapped
 
 
 class ExactEngine(Engine):
-    """--deterministic: instead of DDP, sums the gradients of a step's micro-batches exactly, without rounding.
+    """Engine for --deterministic: replaces DDP by sums of gradients that do not depend on the order of addition.
 
-    The result is the same to the bit however the micro-batches are divided among processes. Each gradient is added to a
-    flat float64 buffer as soon as the backward pass produces it; in a rank's last micro-batch, finished buckets are
-    all-reduced while the backward pass continues. Sends twice the bytes of DDP and takes the memory of two gradients.
+    Each micro-batch's gradient is rounded once to multiples of 2**-40 in float64, as in round_for_exact_sum(). While
+    the sums stay below 2**13, adding them is exact, so the result is the same to the bit however the micro-batches are
+    divided among processes. Gradients go to a flat buffer as the backward pass produces them; in a rank's last
+    micro-batch, finished buckets of it are all-reduced while the backward pass continues. Sends twice the bytes of DDP
+    and takes the memory of two float32 gradients.
     """
 
     bucket_bytes = 50 * 2**20
@@ -181,7 +185,7 @@ class ExactEngine(Engine):
     def around_micro_batch(self, last: bool) -> Iterator[None]:
         self.last = last
         self.missing = Counter(self.bucket_of.values())
-        # scaled like the loss in fp16, so that rounding is as fine as without a loss scale
+        # in fp16 the gradients are multiplied by the loss scale, so the rounding step must be, too
         self.shift = self.scaler.scale(torch.full((), SHIFT, dtype=torch.float64, device=self.device))
         yield
 
@@ -193,7 +197,7 @@ class ExactEngine(Engine):
         self.views[parameter] += parameter.grad.reshape(-1).double().add_(self.shift).sub_(self.shift)
         parameter.grad = None
         self.missing[self.bucket_of[parameter]] -= 1
-        # every rank must send the buckets in the same order
+        # every rank must start its all-reduces in the same order
         while self.last and len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
             self._send()
 
@@ -207,7 +211,7 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def finish_sum(self) -> None:
-        """All ranks, after the last micro-batch: put the sum over all micro-batches into each parameter's grad."""
+        """All ranks, after the last micro-batch: store the sum over all micro-batches in each parameter's grad."""
         while len(self.works) < len(self.buckets):
             self._send()
         for work in filter(None, self.works):

@@ -21,7 +21,7 @@ from distributed_utils import Ranks, combine, print_main, round_for_exact_sum
 from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
-# suffixes of metrics that TensorBoard does not get: interval bounds and constants
+# suffixes of metrics that are not sent to TensorBoard: interval bounds and constants
 NOT_PLOTTED = ("_low", "_high", "_random", "_optimal")
 # flags that may differ on resume: how far, where and how verbosely to run, and the batch flags, which resuming ignores
 MAY_CHANGE = """
@@ -48,12 +48,13 @@ def print_banner(title: str, rows: dict) -> None:
 
 
 class RunLog:
-    """`step()` keeps each optimizer step's values on the device. Every log_every steps they are copied to the host in
-    one transfer, summed over the ranks and written.
+    """Writes a run's log. step() stores the values of each optimizer step on the device; every log_every steps, they
+    are copied to the host in one transfer, summed over the ranks and written.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
-        """losses: names of the losses, in step()'s order. saved: the result of state() at `step`, when resuming."""
+        """losses: names of the losses, in the order of step()'s values. saved: result of state() in the checkpoint of
+        `step`, or None for a new run."""
         self.folder = folder
         self.ranks = ranks
         self.names = [*losses, "grad_norm", "skipped"]
@@ -61,7 +62,7 @@ class RunLog:
         self.max_bad_steps = args.max_bad_steps
         saved = saved or {"rows": [], "bad_in_row": 0, "lr": None, "bytes": 0, "last": {}}
 
-        # steps not logged yet: per rank on the device, then reduced on the host
+        # values of steps that are not logged yet: this rank's, on the device; summed over the ranks, on the host
         self.recent: list[list[torch.Tensor]] = []
         self.rows: list[list[float]] = saved["rows"]
         # largest over the ranks: fraction of time spent waiting for data, peak memory in GB
@@ -114,21 +115,21 @@ class RunLog:
                 raise InputError(f"--wandb: {error} (or set WANDB_API_KEY, or WANDB_MODE=offline)") from None
 
     def state(self) -> dict:
-        """All ranks: state for a checkpoint, namely the open log interval and the length of metrics.jsonl."""
+        """All ranks: return the log's entry of a checkpoint: the current log interval and the size of metrics.jsonl."""
         self.collect()
         interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
         return interval | {"bytes": self.bytes, "last": dict(self.last)}
 
     def sync(self) -> None:
-        """Rank 0: flush metrics.jsonl to disk, before writing a checkpoint that records its length."""
-        # called from the checkpoint thread, when the main thread may have closed self.jsonl
+        """Rank 0: flush metrics.jsonl to disk. Called before a checkpoint that records the file's size is written."""
+        # reopen the file: this runs in the checkpoint thread, and the main thread may have closed self.jsonl
         with open(self.folder / "metrics.jsonl", "ab") as file:
             os.fsync(file.fileno())
 
     # --- each step ----------------------------------------------------------------------------------------------------
 
     def restart_clock(self) -> None:
-        """Begin a throughput interval, for example after an evaluation, whose time must not count."""
+        """Start to measure throughput anew, for example after an evaluation, whose time must not count."""
         self.started = time.perf_counter()
         if not self.steps_timed:
             self.opened = self.started
@@ -136,10 +137,10 @@ class RunLog:
         self.samples = self.steps = 0
 
     def step(self, values: list[torch.Tensor], step: int, samples: int, lr: float) -> None:
-        """Keep one optimizer step's values. Raises RunError on all ranks after too many skipped steps in a row.
+        """Record the values of one optimizer step. Raises RunError on all ranks after too many skipped steps in a row.
 
-        values: scalar tensors: the losses of each of this rank's micro-batches, to be summed over micro-batches and
-        ranks, then the gradient norm, equal on all ranks. A non-finite norm means that the step was skipped.
+        values: scalar tensors, namely the losses of each micro-batch on this rank, to be summed over micro-batches and
+        ranks, and last the gradient norm, which is equal on all ranks. A non-finite norm means a skipped step.
         """
         self.recent.append(values)
         self.samples += samples
@@ -168,7 +169,7 @@ class RunLog:
                 raise RunError(f"{reason}; lower the learning rate, or look for bad data after the last checkpoint")
 
     def write_interval(self, step: int, epoch: int, total_steps: int) -> None:
-        """All ranks: log the steps since the last line: means of finite values, throughput, data wait, memory."""
+        """All ranks: write a log line about the steps since the last line: means of finite values, speed, memory."""
         self.collect()
         if not self.rows:
             return
@@ -200,7 +201,7 @@ class RunLog:
             trial = "`make demo` shows a task in minutes, --max_steps stops earlier"
             print_main(f"warning: at the speed of its first steps the training takes {duration(left)} more; {trial}")
 
-    # --- what is written ----------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
         values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}

@@ -1,11 +1,11 @@
 """The parts of a training loop that every script shares: steps, evaluations, checkpoints and resuming.
 
-Each script writes its own loop and loss around two classes. `Run` is the run folder, which evaluation needs too;
-`Training` makes the steps and checkpoints, on an engine from utils/engine.py. Three rules keep resuming simple:
+Each script writes its own loop and loss around two classes. `Run` manages the run folder, also for --eval_only;
+`Training` runs the steps and writes checkpoints, on an engine from utils/engine.py. Three rules keep resuming simple:
 
 - The checkpoint for step k is written last, after everything step k does, including its evaluation.
 - The run fixes which samples make up a step and each of its micro-batches; any rank may compute a micro-batch.
-- Noise is a function of (seed, step, micro-batch), so no random state needs saving.
+- Dropout noise is a function of (seed, step, micro-batch), so checkpoints hold no random state; see seed_dropout().
 """
 
 import contextlib
@@ -34,12 +34,16 @@ from utils.engine import Engine
 from utils.log import RunLog, draw_curves, print_banner, save_figure
 from utils.sampler import TrainBatchSampler
 
-# --- what a run is ----------------------------------------------------------------------------------------------------
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Position:
-    """How far a run has come; saved in every checkpoint. samples: seen in this epoch by all ranks together."""
+    """How far a run has come; saved in every checkpoint.
+
+    step: completed optimizer steps. samples: samples trained on in this epoch, summed over the ranks. best: value of
+    the headline metric in best.pt; best_metrics: all metrics of that evaluation.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -49,10 +53,11 @@ class Position:
 
 
 class BatchPlan(NamedTuple):
-    """How a step's samples are divided. Everything except gpu_shares is fixed for the run, at any number of GPUs.
+    """How the samples of an optimizer step are divided into micro-batches and among GPUs.
 
-    lr_factor: how much larger the batch is than --batch_size, for --lr_scaling. gpu_shares: how many micro-batches each
-    rank gets, relative to the other ranks.
+    A run keeps all of this except gpu_shares when it resumes on another number of GPUs (see plan_batches() for the one
+    exception). lr_factor: how much larger the batch is than --batch_size, for --lr_scaling. gpu_shares: how many
+    micro-batches each rank gets, relative to the other ranks.
     """
 
     global_batch_size: int
@@ -70,10 +75,10 @@ class BatchPlan(NamedTuple):
 
 @dataclass
 class Plan:
-    """The settings of a training, decided before it begins and printed in the banner.
+    """Settings of a training run, decided before its first step and printed in the banner.
 
-    steps: planned steps of the full run, before --max_steps. losses: names of the losses passed to step.backward().
-    invariants: settings that a resumed run must share.
+    steps: planned optimizer steps of the full run, which --max_steps may cut short. losses: names of the losses passed
+    to step.backward(). invariants: settings that must be the same when the run is resumed.
     """
 
     batch: BatchPlan
@@ -84,7 +89,7 @@ class Plan:
 
 
 class Run:
-    """A run folder: its lock, the loaded checkpoint, the position, figures and summaries.
+    """Manages a run folder: its lock, the loaded checkpoint, the run's position, figures and summary files.
 
     checkpoint: the contents of the checkpoint to resume or evaluate; None for a new run, and after Training has
     restored it.
@@ -93,11 +98,11 @@ class Run:
     def __init__(
         self, format: str, args: Namespace, ranks: du.Ranks, advice: str = "", model_flags: tuple[str, ...] = ()
     ):
-        """All ranks: lock the folder and read the checkpoint. Nothing is written or deleted until Training begins.
+        """All ranks: lock the run folder and load the checkpoint. Nothing is written or deleted until Training begins.
 
         format: name and version of the script's checkpoint format. advice: printed when memory runs out. model_flags:
-        flags that define the model and its data; on resume their values come from the checkpoint. --eval_only and
-        --predict take no lock and need a checkpoint: --resume_from, or else best.pt.
+        flags that define the model and its data; on resume their values come from the checkpoint. With --eval_only or
+        --predict the folder is not locked, and the checkpoint is --resume_from, or else best.pt. Raises InputError.
         """
         self.folder = Path(args.output_dir)
         self.format, self.ranks, self.advice, self.model_flags = format, ranks, advice, model_flags
@@ -133,11 +138,11 @@ class Run:
     def plan_batches(
         self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective_batch_size: int | None
     ) -> BatchPlan:
-        """All ranks: plan the batch from the flags; a resumed run keeps its own, at any number of GPUs.
+        """All ranks: divide the batch as the flags say; a resumed run keeps the division in its checkpoint.
 
-        try_once(size): forward and backward pass of the largest micro-batch of `size` samples, without collectives.
-        With --auto_batch all ranks halve the micro-batch until it fits on each. Raises RunError if one sample is too
-        many.
+        try_once(size): run a forward and backward pass of the largest possible micro-batch of `size` samples, without
+        collectives. With --auto_batch all ranks halve the micro-batch until it fits into the memory of each; if that
+        happens on resume, the result stays the same but its bits change. Raises RunError if one sample is too many.
         """
         args, ranks = self.args, self.ranks
         micro_batch_size, global_batch_size = batch_size, effective_batch_size
@@ -172,27 +177,27 @@ class Run:
         return BatchPlan(global_batch_size, micro_batch_size, lr_factor, gpu_shares)
 
     def heartbeat(self, place: str) -> None:
-        """Record that this rank is alive and where it is; while training, also reset the watchdog.
+        """Record that this rank is alive and what it is doing (`place`); while training, also reset the watchdog.
 
-        The watchdog writes this rank's stack traces shortly before the ranks waiting for it time out.
+        The watchdog writes this rank's stack traces shortly before the ranks that wait for it time out.
         """
         self.ranks.record_position(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
-        # resetting starts a thread, which is too slow for every step
+        # resetting the watchdog starts a thread, which is too slow for every step
         if self.stack_file and now - self.watchdog_reset > 0.1 * timeout:
             faulthandler.dump_traceback_later(0.9 * timeout, file=self.stack_file)
             self.watchdog_reset = now
 
     def start_loader(self, loader: DataLoader) -> Iterator:
-        """Iterator over the loader's batches. The first call forks its workers."""
-        # do not fork while the checkpoint thread runs: the workers would inherit its locks, locked for ever
+        """Return an iterator over the loader's batches. The first call for a loader forks its workers."""
+        # do not fork while the checkpoint thread runs: the workers would inherit locks that it holds, for ever
         if self.writer.thread and loader.num_workers and loader._iterator is None:
             self.writer.thread.join()
         with du.hold_signals():
             return iter(loader)
 
     def batches(self, loader: DataLoader, equal_passes: bool = False) -> Iterator:
-        """Batches of an evaluation, on the device. If any rank finds an unusable sample, all raise InputError.
+        """All ranks: yield an evaluation's batches, on the device. All raise InputError if a sample is unusable.
 
         equal_passes: pad to the same number of batches on every rank; padding batches have "index" -1.
         """
@@ -210,7 +215,10 @@ class Run:
                 raise InputError(error)
 
     def figure(self, name: str, figure) -> None:
-        """Rank 0: save a matplotlib figure as figures/<name>.png, and to TensorBoard if training; None is ignored."""
+        """Rank 0: save a matplotlib figure as figures/<name>.png, and in training also to TensorBoard.
+
+        Does nothing if `figure` is None.
+        """
         if self.ranks.is_main and figure is not None:
             try:
                 self.new_figures[name] = save_figure(self.folder, name, figure)
@@ -233,7 +241,7 @@ class Run:
 
 
 class Training:
-    """Trains a run from its position to the end: steps, evaluations, checkpoints."""
+    """Runs the training from the run's position to its end: optimizer steps, logging, checkpoints, best.pt."""
 
     def __init__(
         self,
@@ -244,11 +252,11 @@ class Training:
         extra: Callable[[], dict] = dict,
         best_names: tuple[str, ...] = ("best.pt",),
     ):
-        """All ranks, after every other check: claim the folder and restore the checkpoint's position and log.
+        """All ranks: begin to write to the run folder, and restore the log. Call it when all inputs have been checked.
 
-        args: run.args, completed by the script. extra: called at each save for the script's own entries. best_names:
-        file names of the best checkpoint; a script with stages puts the stage's own first. Raises InputError if the
-        checkpoint has other invariants than the plan.
+        args: run.args, possibly completed by the script. extra: called at each save; returns the script's own entries
+        of the checkpoint. best_names: file names of the best checkpoint; a script that trains in stages puts the
+        current stage's file first. Raises InputError if the checkpoint's invariants differ from the plan's.
         """
         self.run, self.args, self.engine, self.batch, self.extra = run, args, engine, plan.batch, extra
         self.ranks, self.position, self.best_names = run.ranks, run.position, best_names
@@ -267,7 +275,7 @@ class Training:
         self.stopped = 0
         self.epoch_over = self.evaluation_due = False
         self.saved_position, self.saved_at = None, time.monotonic()
-        # the epoch's batches and how many samples have been read; they stay open across an evaluation
+        # iterator over the epoch's batches, kept across an evaluation, and the number of samples read from it
         self.stream: Iterator | None = None
         self.samples_read = 0
         self.profiler: torch.profiler.profile | None = None
@@ -282,7 +290,7 @@ class Training:
             try:
                 if self.ranks.is_main:
                     best_counts = checkpoint.begin_run(run.folder, saved, args.overwrite, best_names)
-                # faulthandler needs it open
+                # faulthandler needs the file open during the whole training
                 run.stack_file = open(run.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
                 self.log = RunLog(run.folder, self.ranks, plan.losses, args, saved and saved["log"], self.position.step)
             except OSError as error:
@@ -309,22 +317,22 @@ class Training:
             )
 
     def start_stage(self, engine: Engine, batch: BatchPlan, best_names: tuple[str, ...]) -> None:
-        """All ranks: begin a stage that trains other weights, with a best checkpoint of its own."""
+        """All ranks: begin a stage that trains other weights and has its own best checkpoint."""
         self.engine.close()
         self.engine, self.batch, self.best_names = engine, batch, best_names
         self.invariants |= batch.invariants()
         self.position.best, self.position.best_metrics, self.stream = None, {}, None
 
-    # --- the steps ----------------------------------------------------------------------------------------------------
+    # --- optimizer steps ----------------------------------------------------------------------------------------------
 
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
-        """Yield optimizer steps until the next evaluation, the end of the epoch or the end of the run.
+        """All ranks: yield optimizer steps until the next evaluation, the end of the epoch or the end of the run.
 
-        count: function from this rank's batches of a step (possibly none) to a fixed number of counts; their sums over
-        all ranks become step.totals. One small all-reduce on the host, overlapped with the previous step, sums these
-        counts and tells all ranks of a stop signal or an unusable sample (a batch's "error"). After a signal to any
-        rank, all ranks stop one or two steps later and `stopped` is its exit code. An unusable sample raises InputError
-        on all ranks.
+        count: maps the list of this rank's batches in a step (possibly empty) to a fixed number of counts; step.totals
+        are their sums over all ranks. A small all-reduce on the host, overlapped with the previous step, sums these
+        counts and announces stop signals and unusable samples (non-empty "error" entries) to all ranks. If any rank
+        receives a stop signal, all ranks stop one or two steps later and `stopped` holds the exit code for the signal.
+        An unusable sample raises InputError on all ranks.
         """
         position, sampler = self.position, loader.batch_sampler
         if self.stream is None or self.samples_read != position.samples:
@@ -381,7 +389,7 @@ class Training:
         return self.log.last.get(name)
 
     def signalled(self) -> int:
-        """All ranks: the exit code of a stop signal that any rank has received, or 0."""
+        """All ranks: return the exit code for a stop signal that any rank has received, or 0."""
         return du.reduce_max([self.stop.code])[0]
 
     def _write_trace(self) -> None:
@@ -393,9 +401,10 @@ class Training:
     # --- evaluations and checkpoints ----------------------------------------------------------------------------------
 
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
-        """All ranks, after steps(): log the evaluation and save a checkpoint, also as best.pt if it is the best so far.
+        """All ranks: log an evaluation and save a checkpoint if one is due. Call this each time steps() ends.
 
-        metrics: the evaluation's; {} if there was none. headline: the metric that decides.
+        metrics: results of the evaluation, {} if there was none. headline: the metric whose best value so far makes the
+        checkpoint best.pt. lower: a lower headline is better.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -420,13 +429,13 @@ class Training:
         if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
             self.save(best)
         if paused:
-            # after the checkpoint, so that a resumed run drops these lines
+            # log after saving, so that a resumed run drops these lines
             self.log.write_interval(*where, self.last_step)
             if metrics and not planned:
                 self.log.write(*where, metrics)
 
     def _note_best(self, metrics: dict[str, float], headline: str, lower: bool) -> bool:
-        """A tie goes to the later step."""
+        """Update the position's best score; return whether these metrics are the best. A tie goes to the later step."""
         position, value = self.position, metrics[headline]
         better = position.best is None or (value <= position.best if lower else value >= position.best)
         if not better or not math.isfinite(value):
@@ -441,9 +450,9 @@ class Training:
         return (ended or step % 500 == 0) and du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def save(self, best: bool = False) -> None:
-        """All ranks: write a checkpoint of this position, unless it exists.
+        """All ranks: write a checkpoint of the current position, unless it was written already.
 
-        Raises RunError on all ranks if the disk is full or the ranks' weights differ.
+        Raises RunError on all ranks if the previous checkpoint could not be written or the ranks' weights differ.
         """
         position = (self.position.step, self.position.epoch)
         if self.saved_position != position:
@@ -463,9 +472,9 @@ class Training:
             self.saved_position, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
-        """All ranks: save after a stop signal; returns the exit code."""
+        """All ranks: save a checkpoint after a stop signal; return the exit code."""
         self.save()
-        # close before wait() lets other ranks exit: srun kills rank 0 as soon as one exits with this code
+        # close the log before wait(), after which other ranks may exit: srun then kills rank 0
         self.log.close()
         self.run.writer.wait()
         du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
@@ -476,9 +485,9 @@ class Training:
         self.run.writer.wait()
 
     def load_best(self) -> int:
-        """All ranks: load the weights of best.pt into the model; returns their step.
+        """All ranks: load the weights of best.pt into the model; return the step at which they were saved.
 
-        A run without an evaluation has no best.pt and keeps its last weights.
+        A run that was never evaluated has no best.pt; the model then keeps its last weights.
         """
         self.flush()
         if self.is_over():
@@ -494,9 +503,10 @@ class Training:
         return best["step"]
 
     def finish(self, tested: dict[str, float] | None = None) -> None:
-        """All ranks, at the end of a run: write model.safetensors, summary.json and the curves.
+        """All ranks, at the end of a run: write model.safetensors, summary.json and the figure of training curves.
 
-        model.safetensors gets the model's current weights: the last ones, or the best after load_best().
+        model.safetensors gets the model's current weights: the last ones, or the best ones after load_best(). tested:
+        metrics of the final test, for summary.json.
         """
         run, position, tested = self.run, self.position, tested or {}
         run.writer.wait()
@@ -536,12 +546,12 @@ class Training:
             Path(stacks.name).unlink()
         self.stop.__exit__(kind, error, trace)
         self.engine.close()
-        # last, because a torch error here must not keep anything open
+        # write the trace last, because torch's profiler may fail and everything else must be closed by then
         self._write_trace()
         if error and out_of_memory(error):
             if self.ranks.world_size == 1:
                 raise RunError(f"out of memory; {self.run.advice}") from None
-            # other ranks may have enough memory and would only see that this one died
+            # print on this rank: the others may have enough memory and would only see that this rank died
             print(f"error: rank {self.ranks.rank}: out of memory; {self.run.advice}", file=sys.stderr, flush=True)
 
 
@@ -552,10 +562,11 @@ class Training:
 class Step:
     """This rank's part of one optimizer step.
 
-    samples: number of samples over all ranks. numbers: which of the step's micro-batches this rank computes. batches:
-    their data; a rank without a micro-batch has one batch here, which it computes with weight 0 because DDP needs
-    every rank. totals: sums over the ranks of steps()'s counts. passes: forward passes that this rank makes; those
-    beyond its micro-batches repeat the last batch with weight 0.
+    samples: number of samples on all ranks. numbers: indices, within the step, of the micro-batches that this rank
+    computes. batches: the data of these micro-batches. DDP needs a pass from every rank, so a rank without a
+    micro-batch has one batch here and computes it with loss weight 0 (with --deterministic, too). totals: sums over all
+    ranks of the counts in steps(). passes: number of forward passes on this rank; passes beyond its micro-batches
+    repeat the last batch with loss weight 0.
     """
 
     training: Training
@@ -573,16 +584,16 @@ class Step:
             self.weight = float(number < len(self.numbers))
             batch = self.batches[min(number, len(self.batches) - 1)]
             micro_batch = self.numbers[number] if self.weight else 0
-            seed_noise(device, training.args.seed, training.position.step, micro_batch)
+            seed_dropout(device, training.args.seed, training.position.step, micro_batch)
             with training.engine.around_micro_batch(last=number == self.passes - 1):
                 yield du.to_device(batch, device)
 
     def backward(self, *losses: Tensor, through: tuple[Tensor, Tensor] | None = None) -> None:
-        """Backward pass of losses[0], this micro-batch's term of the step's loss; all losses are logged.
+        """Run the backward pass of losses[0], this micro-batch's term of the step's loss; all losses are logged.
 
-        through: for a loss that is not a sum over micro-batches, the micro-batch's output and the gradient of the
-        step's loss with respect to it. A non-finite loss makes the gradients non-finite on every rank, so all ranks
-        skip the step.
+        through: (output, gradient), for a loss that is not a sum over micro-batches: the model's output for this
+        micro-batch and the gradient of the step's loss with respect to that output. A non-finite loss makes the
+        gradients non-finite on every rank, so all ranks skip the step.
         """
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
         if through:
@@ -592,9 +603,10 @@ class Step:
             self.losses += [loss.detach() for loss in losses]
 
     def update(self, lr: float) -> None:
-        """A non-finite gradient leaves the weights unchanged.
+        """Clip the gradients, update the weights with learning rate `lr`, and log the step.
 
-        The host reads from the GPU only once per log interval.
+        If a gradient is not finite, the weights stay unchanged. The host synchronizes with the GPU only once per log
+        interval.
         """
         training, log, position = self.training, self.training.log, self.training.position
         grad_norm = training.engine.update(lr)
@@ -610,11 +622,14 @@ def error_in(batch: dict) -> str:
     return next(filter(None, batch.get("error", ())), "")
 
 
-def seed_noise(device: torch.device, *position: int) -> None:
-    """Seed torch's generators, and so dropout, from (seed, step, micro-batch)."""
-    sequence = np.random.SeedSequence([number % 2**63 for number in position])
+def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
+    """Seed torch's generators, which dropout draws from, as a function of (seed, step, micro-batch).
+
+    step: optimizer steps completed so far. micro_batch: index within the step, whichever rank computes it.
+    """
+    sequence = np.random.SeedSequence([seed % 2**63, step, micro_batch])
     seed = int(sequence.generate_state(1, np.uint64)[0])
-    # torch.manual_seed would take 0.1 ms, because it visits every kind of device
+    # torch.manual_seed would take 0.1 ms, because it seeds every type of device
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -624,10 +639,10 @@ def seed_noise(device: torch.device, *position: int) -> None:
 
 
 def gpu_shares_from(seconds: list[float]) -> list[int]:
-    """The ranks' shares of a step from the seconds each takes for the same pass; the fastest rank gets 10.
+    """Return each rank's share of a step's micro-batches, 10 for the fastest rank, in proportion to its speed.
 
-    Ranks up to 25 % slower than the fastest of their group count as equally fast, because two identical ranks on a busy
-    machine differed by up to 21 %.
+    seconds: time that each rank takes for the same pass. Ranks within 25 % of each other count as equally fast, because
+    identical ranks on a busy machine differed by up to 21 %.
     """
     fastest_of, fastest = {}, 0.0
     for own in sorted(seconds):
@@ -638,14 +653,17 @@ def gpu_shares_from(seconds: list[float]) -> list[int]:
 
 
 def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
-    """Seconds per pass, inf if out of memory. Leaves gradients, buffers and random state unchanged."""
+    """Return the seconds that try_once(size) takes, or inf if memory runs out.
+
+    Leaves the model's gradients and buffers and the random state unchanged.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buffers = [buffer.clone() for buffer in model.buffers()]
     on_gpu = trained[0].is_cuda
     held = []
     with torch.random.fork_rng(devices=[trained[0].device] if on_gpu else []):
         try:
-            # stand-ins for the optimizer's two moments and DDP's buckets; the second pass adds the gradients
+            # reserve memory for the optimizer's two moments and DDP's buckets; the second pass also holds gradients
             held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
             try_once(size)
             begun, passes = time.perf_counter(), 0

@@ -1,7 +1,7 @@
 """Batch samplers: an epoch's order, a step's micro-batches, and each rank's share of them in training and evaluation.
 
-The order is a function of (seed, epoch). The number of ranks changes which rank computes a micro-batch, never what is
-in it.
+The order is a function of (seed, epoch). The number of ranks decides which rank computes a micro-batch, never which
+samples the micro-batch contains.
 """
 
 import math
@@ -10,20 +10,20 @@ from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-# samples per call of order(): the call's overhead dominates below about 1000
+# least number of samples for which order() is called: below about 1000, a call is mostly overhead
 POSITIONS_PER_CALL = 2048
 
 
 class Index(int):
-    """A sample's index that carries its epoch, so that augmentation can be a function of (seed, epoch, sample)."""
+    """A sample's index with an attribute `epoch`, so that augmentation can be a function of (seed, epoch, sample)."""
 
     epoch: int = 0
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples at the given positions of an epoch's shuffle of range(size); int64 arrays of one shape.
+    """Return the sample indices at `positions` in an epoch's shuffled range(size); int64 arrays of one shape.
 
-    A keyed bijection (Feistel network of 8 rounds with cycle walking) computes any part of the order on its own, so
+    A keyed bijection (Feistel network of 8 rounds with cycle walking) computes any part of the order by itself, so
     shuffling 300 million samples takes no memory.
     """
     # the network permutes range(4**bits), the smallest such range that contains range(size)
@@ -50,20 +50,21 @@ def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 class ImageGroups:
-    """An epoch's order that keeps questions about one image together, so that a step encodes the image once for them.
+    """Shuffles questions but keeps those about one image together, so that a step encodes the image only once.
 
-    Each image's questions are shuffled and cut into groups of at most `size`, then all groups are shuffled, as a
-    function of (seed, epoch). Takes 8 bytes of memory per group, and 8 per question if an image's rows are scattered.
+    Each image's questions are shuffled and cut into groups of at most `size`, then the groups are shuffled, all as a
+    function of (seed, epoch). Takes 8 bytes of memory per group, and 8 per question if the questions about an image are
+    not consecutive.
     """
 
     def __init__(self, image_of: np.ndarray, size: int):
-        """image_of: integers (N,), the image that each question is about."""
+        """image_of: integers (N,), for each question the index of its image."""
         self.size, self.sorted = size, None
         starts = self._starts(image_of)
         if len(np.unique(image_of[starts])) < len(starts):
             self.sorted = np.argsort(image_of, kind="stable")
             starts = self._starts(image_of[self.sorted])
-        # per image: its first question, its number of questions, and the number of groups up to and including its own
+        # for each image: index of the first question, number of questions, and number of groups up to this image's last
         self.first, self.questions = starts, np.diff(starts, append=len(image_of))
         self.last_group = np.cumsum(-(-self.questions // size))
         self.epoch: tuple[int, int] | None = None
@@ -73,7 +74,7 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """For each group: (its image, questions in the image's earlier groups, questions in this group)."""
+        """Return arrays with each group's image, the image's questions in earlier groups, and the group's questions."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)
@@ -122,12 +123,12 @@ class TrainBatchSampler:
         self.rank = rank
         self.seed = seed
         self.groups = groups
-        # rank r computes the fraction of a step from ends[r] / ends[-1] to ends[r + 1] / ends[-1]
+        # rank r computes a step's micro-batches between the fractions ends[r] / ends[-1] and ends[r + 1] / ends[-1]
         self.ends = [0, *accumulate(gpu_shares or [1] * world_size)]
         self.set_position(0)
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
-        """Start the next iteration in this epoch after `samples` samples (over all ranks)."""
+        """Set where the next iteration starts: in this epoch, after `samples` samples, counted over all ranks."""
         self.epoch = epoch
         self.start = samples
         self.epoch_order: np.ndarray | None = None
@@ -136,7 +137,8 @@ class TrainBatchSampler:
         return math.ceil(self.num_samples / self.effective_batch_size)
 
     def share(self, first: int) -> tuple[int, range]:
-        """(samples of all ranks, this rank's micro-batch numbers) for the step after `first` samples."""
+        """Return (number of samples on all ranks, indices of this rank's micro-batches) of the step that starts after
+        the epoch's first `first` samples."""
         samples = min(self.effective_batch_size, self.num_samples - first)
         micro_batches = math.ceil(samples / self.micro_batch_size)
         begin, end = (micro_batches * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
@@ -153,7 +155,10 @@ class TrainBatchSampler:
         return permute(positions, self.num_samples, self.seed, self.epoch)
 
     def global_batch(self, first: int) -> np.ndarray:
-        """Samples of all ranks in the step after `first` samples; int64. Caches the epoch's order, 8 bytes a sample."""
+        """Return the sample indices (int64) of all ranks in the step after the epoch's first `first` samples.
+
+        Caches the epoch's order, 8 bytes per sample.
+        """
         if self.epoch_order is None:
             self.epoch_order = self.order(np.arange(self.num_samples))
         return self.epoch_order[first : first + self.effective_batch_size]
@@ -166,7 +171,7 @@ class TrainBatchSampler:
         positions: list[np.ndarray] = []
         for first in range(self.start, self.num_samples, self.effective_batch_size):
             samples, micro_batches = self.share(first)
-            # DDP needs a pass from every rank: one without a micro-batch computes the first, with weight 0
+            # DDP needs a pass from every rank, so a rank without a micro-batch computes the first one, with weight 0
             for micro_batch in micro_batches or [0]:
                 begin = first + micro_batch * self.micro_batch_size
                 positions.append(np.arange(begin, min(begin + self.micro_batch_size, first + samples)))
