@@ -1,4 +1,7 @@
-"""Precision, determinism, peak memory and CPU cores; `python -m hardware_utils` runs utils/hardware_utils.py."""
+"""Precision, determinism, peak memory and CPU cores.
+
+`python -m hardware_utils` runs utils/hardware_utils.py, which reports this machine's hardware and suggests settings.
+"""
 
 if __name__ == "__main__":
     import runpy
@@ -23,21 +26,27 @@ GIB = 2**30
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores this process may use, given its affinity and its container's quota."""
+    """Return the number of CPU cores this process may use, given its CPU affinity and its container's CPU quota."""
     return joblib.cpu_count()
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory; mapping large tensors again in each step takes up to 10 % of the time on a CPU."""
+    """Make glibc keep freed memory for reuse instead of returning it to the system; no effect without glibc.
+
+    Otherwise, mapping the memory of large tensors again in each step takes up to 10 % of the training time on a CPU.
+    """
     with contextlib.suppress(AttributeError, TypeError):
-        # -3: M_MMAP_THRESHOLD, which glibc limits to 32 MiB; -1: M_TRIM_THRESHOLD
+        # mallopt parameters: -3 is M_MMAP_THRESHOLD, for which glibc accepts at most 32 MiB; -1 is M_TRIM_THRESHOLD
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)
         mallopt(-1, 2**31 - 1)
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
-    """Return (precision, reason) for a value of --mixed_precision; InputError if the device does not support it."""
+    """Return (precision, reason) for a value of --mixed_precision; precision is "no", "bf16" or "fp16".
+
+    Raises InputError if the device does not support the precision.
+    """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if wanted == "auto" and launched in ("bf16", "fp16"):
         if device.type == "cpu":
@@ -57,39 +66,50 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
 def set_precision(
     wanted: str, device: torch.device, deterministic: bool, convolves_3d: bool = False
 ) -> tuple[str, str]:
-    """Choose the precision and configure torch for it and for --deterministic; return (precision, banner text)."""
+    """Choose the precision, configure torch for it and for --deterministic; return (precision, text for the banner).
+
+    convolves_3d: whether the model contains 3D convolutions, which torch computes incorrectly in bf16 on a CPU. Raises
+    InputError for an unsupported precision.
+    """
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
     remarks = []
-    # Inputs have a fixed size, so cuDNN times its algorithms only once. Its choice can differ between runs.
+    # The input size is fixed, so cuDNN needs to time its algorithms only once. The algorithm that it chooses can differ
+    # between runs, so the timing is off with --deterministic.
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda" and precision == "no":
-        # By default, Ampere and later GPUs round the inputs of fp32 convolutions to 10 bits (TF32). torch.compile fails
-        # with torch's newer names of these settings.
+        # By default, Ampere and later GPUs round the inputs of fp32 convolutions to a 10-bit mantissa (TF32). torch has
+        # newer names for the two allow_tf32 settings, but torch.compile fails if the newer names are used.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
     if deterministic:
-        # cuBLAS also needs CUBLAS_WORKSPACE_CONFIG, which the parser sets before torch first uses cuBLAS.
+        # Deterministic cuBLAS also needs the variable CUBLAS_WORKSPACE_CONFIG, which Parser.parse() in utils/cli.py has
+        # set.
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         else:
-            # same effect, without the torch.compile settings, whose import takes a second
+            # set_deterministic_debug_mode("error") has the same effect as use_deterministic_algorithms(True), but does
+            # not import the torch.compile settings, which takes a second
             torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic = True
-        # Unlike the flash and memory-efficient kernels, cuDNN's attention sums gradients in no fixed order.
+        # Unlike the flash and memory-efficient attention kernels, cuDNN's attention kernel sums gradients in no fixed
+        # order.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if device.type == "cpu":
-            # CPU results depend on the number of threads, which launchers derive from the number of processes.
+            # Results on a CPU depend on the number of threads, which launchers derive from the number of processes.
             torch.set_num_threads(1)
         remarks.append("deterministic")
     return precision, f"{precision} ({reason}) {'; '.join(remarks)}".strip()
 
 
 def check_accelerate(accumulation: int) -> None:
-    """Raise InputError for settings of `accelerate launch` or its config file that the scripts do not support."""
+    """Raise InputError if `accelerate launch` or its config file has settings that this project does not support.
+
+    accumulation: the script's --gradient_accumulation_steps, which a value set for `accelerate launch` must equal.
+    """
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
@@ -105,7 +125,10 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 class GroupNorm(nn.GroupNorm):
-    """GroupNorm in the precision of its input, because fp32 outputs, as under autocast, would dominate memory use."""
+    """Group normalization in the precision of its input.
+
+    Under autocast, torch's GroupNorm returns fp32 tensors, which would dominate memory use.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -125,8 +148,8 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (GIB if sys.platform == "darwin" else 2**20)
 
 
-# Out-of-memory messages of CUDA, NCCL, cuBLAS and cuDNN (some only report a handle or an engine they could not create)
-# and of the host allocators of torch, oneDNN, C++ and NumPy.
+# Matches the out-of-memory messages of CUDA, NCCL, cuBLAS and cuDNN, some of which only say that a handle or an engine
+# could not be created, and those of the host allocators of torch, oneDNN, C++ and NumPy.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|_ALLOC_FAILED|ALLOCATION_FAILED|cublasCreate|Failed to CUDA \w*alloc|nable to find an engine"
     r"|nable to find a valid cuDNN|can't allocate memory|not enough memory|could not create a (primitive|memory object)"

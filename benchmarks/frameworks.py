@@ -1,14 +1,15 @@
-"""Compare the speed of the survival script's loop with a bare loop and four trainers, on the same model and data.
+"""Compare the speed of this project's training loop with a bare loop and four trainers, on the survival task.
 
     python benchmarks/frameworks.py                         # a small network on generated sample data
     python benchmarks/frameworks.py --csv_path FILE ...     # flags of train_survival_distributed.py
     OMP_NUM_THREADS=1 python benchmarks/frameworks.py       # on a CPU: one thread
 
-One process trains on the GPU, if there is one, without augmentation and DataLoader workers. Every loop starts from the
-same weights and trains on the same batches; the order of the loops changes every round. On a CPU, processor time is
-measured. A step's time is its lower quartile over the rounds, because other work on the machine can only slow it down;
-the quartiles of the rounds' ratios are in parentheses. The last line is a JSON object: milliseconds per step of each
-loop.
+The trainers are Accelerate, Fabric, HF Trainer and MONAI's SupervisedTrainer. Each loop trains in one process, on the
+GPU if there is one, without augmentation or DataLoader workers. All loops start from the same weights and train on the
+same batches; the order of the loops changes every round. Steps are measured in wall time on a GPU and in processor time
+on a CPU. The time of each step is the lower quartile over the rounds, because other work on the machine can only slow a
+step down. The relative speed is a loop's time per step divided by that of this project's loop; in parentheses are the
+quartiles of this ratio over the rounds. The last line is a JSON object: {name of the loop: milliseconds per step}.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from gpu import make_samples
 
-# step_overhead also puts the project's root on sys.path
+# importing step_overhead also puts the project's root on sys.path
 from step_overhead import DEVICE, clock, project_loop
 from torch import nn
 from torch.utils.data import DataLoader
@@ -40,7 +41,10 @@ SMALL = "--resnet resnet10 --base_channels 16 --image_size 24 24 16 --batch_size
 
 
 class RiskLoss(nn.Module):
-    """The script's network and Cox loss in one module that maps a batch to its loss, for all trainers but MONAI's."""
+    """Module that maps a batch to its loss: the survival script's network, then its Cox loss.
+
+    HF Trainer requires a model that returns its loss; the bare loop, Accelerate and Fabric use this module too.
+    """
 
     def __init__(self, network: nn.Module, cohort):
         super().__init__()
@@ -67,7 +71,7 @@ class Round:
 
 
 def collate(items: list[dict]) -> dict:
-    """Stack the images, but keep row numbers in a list, which stays on the host, where the Cox loss needs it."""
+    """Stack the images; leave the patients' indices in a list, because the Cox loss needs them on the host."""
     return {"image": torch.stack([item["image"] for item in items]), "index": [item["index"] for item in items]}
 
 
@@ -100,7 +104,7 @@ def plain_loop(case: Round, model, optimizer, backward, clip) -> None:
 
 
 def bare_loop(case: Round) -> None:
-    """The shortest correct loop: no logs, checkpoints or checks."""
+    """Train in the shortest correct loop, without logs, checkpoints or checks."""
     plain_loop(case, case.model, case.optimizer, torch.Tensor.backward, nn.utils.clip_grad_norm_)
 
 
@@ -151,7 +155,7 @@ def hf_trainer(case: Round) -> None:
             disable_tqdm=True,
             remove_unused_columns=False,
         )
-        # replaces the Trainer's default schedule
+        # use a constant learning rate instead of HF Trainer's default schedule
         constant = torch.optim.lr_scheduler.ConstantLR(case.optimizer, 1.0)
         with contextlib.redirect_stdout(io.StringIO()):
             OwnLoader(case.model, settings, callbacks=[Tick()], optimizers=(case.optimizer, constant)).train()
@@ -184,9 +188,9 @@ def monai_trainer(case: Round) -> None:
         decollate=False,
     )
     if precision == "bf16":
-        # MONAI would scale the loss as for fp16
+        # MONAI uses a GradScaler for all mixed precision, but bf16 needs no loss scaling
         trainer.scaler = torch.amp.GradScaler(enabled=False)
-    # in ignite, gradients can only be clipped in this event
+    # MONAI fires BACKWARD_COMPLETED between the backward pass and the update, the only place to clip gradients
     parameters = list(case.model.parameters())
     clip = case.args.grad_clip
     trainer.add_event_handler(IterationEvents.BACKWARD_COMPLETED, lambda _: nn.utils.clip_grad_norm_(parameters, clip))
@@ -207,7 +211,10 @@ TRAINERS = {
 
 
 def measure(flags: list[str]) -> dict[str, np.ndarray]:
-    """Return the milliseconds (rounds, steps) of each installed trainer for flags of the survival script."""
+    """Return {name: milliseconds as an array (rounds, steps)} for each training loop whose package is installed.
+
+    flags: command-line flags of the survival script. The first round is warmup and is not returned.
+    """
     args = script.parse_args([*flags, "--no-augment", "--num_workers", "0"])
     script.set_precision(args.mixed_precision, DEVICE, args.deterministic)
     cohort = script.read_table(args.csv_path, args)

@@ -1,23 +1,24 @@
 """Measure speed and memory and check bit-identical results on a GPU, the most informative parts first.
 
     make gpu                                              # set up, then run this script
-    python benchmarks/gpu.py                              # every part without a good result
+    python benchmarks/gpu.py                              # all parts that are not yet complete and free of failures
     python benchmarks/gpu.py --minutes 9                  # stop after 9 minutes; the next call continues from there
     python benchmarks/gpu.py --parts machine survival     # only these parts
 
-    machine        versions, and the speed of a matrix product
-    <task name>    the script at published size: samples/s, MFU, data wait, and peak memory against tools.rehearse
-    same_answer    --deterministic with dropout: 1, 2 (with shares 2:1) and 3 processes give the same bits
+    machine        package versions, and the speed of a matrix product
+    <task name>    the task's script at published model size: samples/s, MFU (model FLOPs utilization), time waiting
+                   for data, and peak memory compared with the prediction of tools.rehearse
+    same_answer    --deterministic with dropout: 1, 2 (sharing the work 2:1) and 3 processes give the same bits
     resume         --deterministic: a run started by 3 processes, killed, and resumed by 2 gives the same bits
-    frameworks     speed of our loops relative to a bare loop, Accelerate, Fabric, HF Trainer and MONAI
+    frameworks     speed of this project's training loop relative to a bare loop, Accelerate, Fabric, HF Trainer, MONAI
     variants       bf16, fp32, fp16, --compile, activation checkpointing, ZeRO-2: samples/s and memory
-    scaling        samples/s by the number of GPUs, against the speed-ups in the guides
+    scaling        samples/s by the number of GPUs, compared with the speed-ups in the published training guides
 
 On a GPU, each result is immediately written to benchmarks/gpu/<device>.json and to the table in benchmarks/RESULTS.md.
-The next call repeats parts that failed or were interrupted; to repeat a good part, delete it from the JSON file. With
---tiny or without a GPU, the same code runs at tiny sizes and writes only to --folder. If there are more processes than
-GPUs, all use the first GPU. Data and weights are synthetic, and nothing is downloaded. The exit code is 0 if no check
-failed.
+The next call repeats parts that failed or were interrupted; to repeat a complete part, delete its entry from the JSON
+file. With --tiny or without a GPU, the same code runs at tiny sizes and writes only to --folder. If there are more
+processes than GPUs, all processes share the first GPU. Data and weights are synthetic, and nothing is downloaded. The
+exit code is 0 if the JSON file contains no failure.
 """
 
 import contextlib
@@ -49,7 +50,8 @@ SCRIPTS = {
     "compressed_ad": "train.py",
     "cascade": "train_accelerate.py",
 }
-# The "full" models get inputs of published size, whatever the size of the files.
+# Flags for the sample data, by size. At "full" size, the scripts resize images and volumes to the published input size
+# of each model, whatever the size of the files.
 SAMPLES = {
     "tiny": {
         "prs_med": "--num_train 16 --num_val 1 --num_test 1 --image_size 48",
@@ -66,8 +68,9 @@ SAMPLES = {
         "compressed_ad": "--streams 10 --steps 1000",
     },
 }
-# At full size, the batch per GPU is the script's default (for survival, the default on 4 GPUs) and the models are those
-# of the papers with random weights.
+# Flags for the training scripts, by size. At "full" size, the models have the published architecture with random
+# weights, and the batch size per GPU is the script's default (for survival, a quarter of the default, which is the
+# total over all GPUs).
 FLAGS = {
     "tiny": {
         "prs_med": """
@@ -112,7 +115,7 @@ FLAGS = {
         """,
     },
 }
-# The closest published training speeds in samples/s; there is none for the cascade.
+# Published training speeds of the most similar models, in samples/s; there is none for the cascade.
 PUBLISHED = {
     "prs_med": """
         LISA-7B (LoRA, SAM-H at 1024) 0.8 a GPU on 8 RTX 3090 (its issue 17, 10,000 steps of 160 in 3 days);
@@ -133,9 +136,11 @@ VARIANTS = {
     "bf16 checkpointed": ("--mixed_precision bf16 --gradient_checkpointing", ("prs_med", "mimic_cxr", "cascade")),
     "bf16 ZeRO-2": ("--mixed_precision bf16 --use_deepspeed --stage 2", ("mimic_cxr",)),
 }
-# Speed-ups on 1, 2, 4 and 8 GPUs according to the guides; guides 0 and 3 give none.
+# Speed-ups on 1, 2, 4 and 8 GPUs according to each task's published training guide; the guides for PRS-Med and the
+# cascade do not state any.
 GUIDES = {"survival": "1, 1.8, 3.5, 6.5", "mimic_cxr": "1, 1.9, 3.5, 6.5", "compressed_ad": "1, 1.85, 3.6, 6.5"}
-# six micro-batches per step, which 1, 2 or 3 processes can divide equally
+# Flags for the checks of bit-identical results: six micro-batches per optimizer step, which 1, 2 or 3 processes can
+# divide equally. The checks append the value of --save_every.
 CHECKED = "--max_steps 20 --log_every 1 --deterministic --effective_batch_size 6 --batch_size 1 --save_every".split()
 
 
@@ -150,7 +155,7 @@ def attempt(what: str, rows: Iterator[dict]) -> Iterator[dict]:
         yield row(what, f"{type(error).__name__}: {error}", ok=False)
 
 
-# --- runs of a script -------------------------------------------------------------------------------------------------
+# --- training runs ----------------------------------------------------------------------------------------------------
 
 
 def make_samples(task: str, data: Path, flags: str, image_size: int = 64) -> None:
@@ -164,7 +169,10 @@ def make_samples(task: str, data: Path, flags: str, image_size: int = 64) -> Non
 
 
 def flags_of(options: Namespace, task: str, size: str) -> list[str]:
-    """Return the flags of a task's script; first write its sample data if they are missing."""
+    """Return the command-line flags of a task's training script; if its sample data are missing, write them first.
+
+    size: "tiny" or "full", the size of the sample data and of the model.
+    """
     data = options.folder / "data" / size / task
     made = data.with_suffix(".made")
     if not made.exists():
@@ -175,9 +183,10 @@ def flags_of(options: Namespace, task: str, size: str) -> list[str]:
 
 
 def run_command(options: Namespace, command: list, log: Path, stop: Callable[[], bool] = bool) -> dict:
-    """Run a command until it ends, or kill it as soon as stop() is true.
+    """Run a command until it ends, or kill it as soon as stop() returns true.
 
-    Returns the last JSON object that it printed, else {}.
+    Writes the command's output to the file `log` and returns the last JSON object in this output, or {}. Raises
+    RuntimeError if the command fails or takes more than 500 s; ends the program when the time in --minutes is over.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
@@ -203,9 +212,10 @@ def run_command(options: Namespace, command: list, log: Path, stop: Callable[[],
 def train(
     options: Namespace, task: str, name: str, flags: list, processes: int = 1, size: str = "tiny", watch: str = ""
 ) -> tuple[Path, dict]:
-    """Train a new run, or resume one with --resume_from; return its folder and the measurements of watched.py.
+    """Run a task's training script; return the run folder and the measurements that benchmarks/watched.py printed.
 
-    watch: "speed" to measure FLOPs and a matrix product, or "killed" to kill the run after its first checkpoint.
+    The run starts anew, unless `flags` contain --resume_from. watch: "speed" also measures the FLOPs of one step and
+    the speed of a matrix product; "killed" kills the run after its first checkpoint.
     """
     out = options.folder / "runs" / f"{task}_{name}".replace(" ", "_")
     if "--resume_from" not in flags:
@@ -218,7 +228,7 @@ def train(
         *["share_gpu"] * (0 < options.gpus < processes),
         *["speed"] * (watch == "speed"),
     ]
-    # without --world_size, the survival script starts one process per GPU
+    # without --world_size, the survival script would start one process per GPU
     flags = [*flags_of(options, task, size), "--output_dir", out, "--world_size", processes, *flags]
     log = out.with_suffix(".log")
     return out, run_command(
@@ -235,10 +245,15 @@ def training_lines(out: Path) -> list[dict]:
 
 
 def measure_speed(options: Namespace, task: str, name: str, flags: list, processes: int = 1, watch: str = "") -> dict:
-    """samples/s is the mean of the last two log lines; earlier lines are warmup, or earlier stages of the cascade."""
+    """Train for a few steps and return samples/s ("rate"), time waiting for data, peak memory and batch size.
+
+    samples/s is the mean of the last two log lines; earlier lines are from warmup or from earlier stages of the
+    cascade.
+    """
     steps = "--max_steps 6 --log_every 2"
     if options.size == "full":
-        # the cascade's stages end after a number of epochs, and the last stage has 8 steps per epoch
+        # --max_steps could end the cascade before its last stage, so each stage trains for --num_epochs_per_stage
+        # epochs; an epoch of the last stage has 8 steps, which make two log lines
         steps = "--log_every 4" if task == "cascade" else "--max_steps 30 --log_every 10"
     flags = [*steps.split(), "--save_every", 0, *flags]
     out, measured = train(options, task, name, flags, processes, options.size, watch)
@@ -270,7 +285,7 @@ def published_size(options: Namespace, task: str) -> Iterator[dict]:
     command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task], *flags_of(options, task, options.size)]
     command += ["--gpu_memory", options.machine.get("memory GiB", 80)]
     rehearsed = run_command(options, command, options.folder / f"{task}_rehearsed.log")
-    # the margin of tools.rehearse for memory outside torch's tensors: 5 % and 1.4 GiB
+    # the margin that tools.rehearse adds for memory outside torch's tensors: 5 % plus 1.4 GiB
     most = 1.05 + 1.4 / rehearsed["peak_gib"]
     note = f"tools.rehearse predicts {rehearsed['peak_gib']:.4g} GiB; its margin allows a ratio of up to {most:.2f}"
     yield row("peak over the rehearsed one", peak / rehearsed["peak_gib"], note)
@@ -295,7 +310,7 @@ def frameworks(options: Namespace) -> Iterator[dict]:
 def variants(options: Namespace) -> Iterator[dict]:
     for task in SCRIPTS if options.gpus else ["mimic_cxr"]:
         for name, (flags, tasks) in VARIANTS.items():
-            # a CPU does not support fp16 and compiles for minutes
+            # fp16 training needs a GPU, and --compile takes minutes on a CPU
             if task in tasks and (options.gpus or name not in ("fp16", "bf16 compiled")):
                 yield from attempt(f"{task}, {name}", speed_row(options, task, name, flags))
 
@@ -305,7 +320,7 @@ def scaling(options: Namespace) -> Iterator[dict]:
         for processes in (1, 2, 4, 8):
             if processes <= (options.gpus or 2):
                 name, note = f"{processes} processes", f"; speed-ups in the guide: {guide}"
-                # --batch_size of the survival script counts all GPUs
+                # the survival script's --batch_size is the total over all GPUs
                 flags = f"--batch_size {6 * processes}" if task == "survival" else ""
                 yield from attempt(f"{task}, {name}", speed_row(options, task, name, flags, processes, note))
 
@@ -342,7 +357,7 @@ def resume(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def each_task(options: Namespace, check: Callable[[Namespace, str], Iterator[dict]]) -> Iterator[dict]:
-    # each task uses up to three processes
+    # on a CPU, each check starts up to three processes, so run one check at a time for every three CPU cores
     with ThreadPoolExecutor(max(1, joblib.cpu_count() // 3)) as pool:
         for rows in pool.map(lambda task: list(attempt(task, check(options, task))), SCRIPTS):
             yield from rows
@@ -362,7 +377,7 @@ PARTS: dict[str, Callable[[Namespace], Iterator[dict]]] = {
 
 
 def measure(options: Namespace, name: str, results: dict[str, dict]) -> None:
-    """Run a part and write all results after each row, because a rented machine may disappear at any time."""
+    """Run one part of the benchmark; save all results after each measurement, as a rented machine may disappear."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     entry = results[name] = {"commit": commit.strip(), "lines": []}
     for line in attempt("the whole part", PARTS[name](options)):

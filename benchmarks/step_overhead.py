@@ -1,14 +1,16 @@
-"""Measure the overhead of the project's loop over a bare loop, for two scripts with short steps.
+"""Measure the overhead of the project's training loop over a bare loop, for two scripts with short steps.
 
     python benchmarks/step_overhead.py                      # both scripts, on generated sample data
     python benchmarks/step_overhead.py mimic_cxr            # only MIMIC-CXR; for survival see frameworks.py
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py    # on a CPU: one thread
 
-Two copies of a model train on the same batches in one process, on a GPU if there is one: one in a bare loop (forward,
-backward, clip, update), the other in the script's loop with its checks, agreement between ranks, skipped steps, logs
-and timings. The speed is the median of the ratio of the bare loop's time to ours: 1 means no overhead; the goal is 0.97
-for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor time more than wall time. The last
-line for each script is a JSON object: the speed by wall time and our milliseconds per step.
+Two copies of a model train on the same batches in one process, on a GPU if there is one: one copy in a bare loop
+(forward, backward, clip, update), the other in the project's loop (utils/loop.py), which also checks the batches, skips
+steps with non-finite gradients, agrees with other ranks on when to stop, writes logs and measures times. The speed is
+the time of the bare loop divided by the time of the project's loop, as a median over the turns: 1 means no overhead;
+the goal is 0.97 for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor time more than wall
+time. The last line for each script is a JSON object: the speed by wall time, and the milliseconds per step of the
+project's loop.
 """
 
 import copy
@@ -34,12 +36,17 @@ from utils.engine import make_engine
 from utils.loop import Plan, Run, Training
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# the first turn of each loop is warmup
+# turns of each loop, the first of which is warmup
 TURNS = 13
 
 
 def project_loop(args, model, optimizer, loader, names, passes, count=None) -> Iterator[None]:
-    """The project's loop; each next() makes one step. passes(training, step) runs its forward and backward passes."""
+    """Train in the project's loop (utils/loop.py); each next() runs one optimizer step.
+
+    names: names of the values that each step logs. passes(training, step): runs the forward and backward passes of a
+    step. count(batches): returns the counts by which the losses of a step are normalized, such as the number of
+    targets.
+    """
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
         args = with_flags(args, output_dir=folder, save_every=0, eval_every_steps=0, auto_batch=False)
         run = Run("benchmark/1", args, ranks)
@@ -64,17 +71,18 @@ def bare_loop(args, model, optimizer, loader, losses, count) -> Iterator[None]:
 
 
 def clock() -> np.ndarray:
-    """Synchronize with the GPU and return (wall time, processor time) in seconds."""
+    """Wait for the GPU to finish, then return (wall time, processor time) in seconds."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return np.array([time.perf_counter(), time.process_time()])
 
 
 def compare(script, args: Namespace, model: nn.Module, loader: DataLoader, names: list, losses, count=None) -> None:
-    """Time both loops in turns and print the speed of ours.
+    """Time the bare loop and the project's loop in turns; print the relative speed of the project's loop.
 
-    losses(model, batch, totals): the loss to minimize, then values to log, as `names` lists them. count(batches): the
-    totals by which a step's losses are normalized.
+    losses(model, batch, totals): returns the loss to minimize, then further values to log; `names` are the names of all
+    these values. count(batches): returns the totals by which the losses of a step are normalized, such as the number of
+    targets.
     """
     models = [copy.deepcopy(model).to(DEVICE).train() for _ in range(2)]
     optimizers = [script.make_optimizer(model, args) for model in models]

@@ -1,4 +1,4 @@
-"""Run a script of this project, with random weights for model folders that contain only a config.json.
+"""Run a script of this project, using random weights for model folders that contain a config.json but no weights.
 
     python benchmarks/watched.py [share_gpu] [speed] train_prs_med.py FLAGS ...
     python benchmarks/watched.py machine
@@ -33,7 +33,7 @@ def matrix_product() -> float:
     side, dtype = (8192, torch.bfloat16) if ON_GPU else (512, torch.float32)
     values = torch.rand(side, side, dtype=dtype, device="cuda" if ON_GPU else "cpu")
     for _ in range(2):
-        # the first iteration is warmup
+        # run twice: the first run is warmup
         begun = time.perf_counter()
         for _ in range(10):
             values @ values
@@ -72,7 +72,10 @@ def use_random_weights() -> None:
 
 
 class StepFlops(TorchDispatchMode):
-    """Count the FLOPs between the first two updates of the script's last optimizer (the cascade has one per stage)."""
+    """Counts the FLOPs of one optimizer step of a training script, from one AdamW update to the next.
+
+    The cascade creates one optimizer per stage, so the count restarts with the first update of each new optimizer.
+    """
 
     def __init__(self):
         from tools.rehearse import FLOPS
@@ -82,7 +85,7 @@ class StepFlops(TorchDispatchMode):
         register_optimizer_step_post_hook(self.after_update)
 
     def after_update(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        # ignore LBFGS, with which the survival script fits Cox models
+        # ignore the LBFGS optimizer, which the survival script uses to fit Cox models
         if isinstance(optimizer, torch.optim.AdamW):
             if self.counting:
                 self.__exit__(None, None, None)
@@ -107,12 +110,12 @@ def main(words: list[str]) -> None:
             print(json.dumps(measure_machine()))
             return
         if word == "share_gpu":
-            # makes the process behave as the only one on its machine
+            # each process considers itself the only one on its machine and so uses the first GPU
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             dist.is_nccl_available = lambda: False
         if word == "speed":
             results, counter = {"product": matrix_product()}, StepFlops()
-            # keep the product's memory out of the script's peak
+            # free the memory of the matrix product, so that it does not count towards the script's peak memory
             torch.cuda.empty_cache()
     use_random_weights()
     sys.argv = words

@@ -1,17 +1,20 @@
-"""Classify images: the smallest script that keeps the project's promises. Copy it beside train.py for your own task.
+"""Classify images: a minimal training script with all of this project's guarantees.
 
     python examples/minimal.py                                    # synthetic images, one process
     torchrun --nproc_per_node=4 examples/minimal.py --data_root photos --output_dir runs/photos
     python examples/minimal.py --data_root photos --output_dir runs/photos --resume_from auto
 
 Data: <data_root>/train/<class>/*.png and <data_root>/val/<class>/*.png, also .jpg.
+
+With a fixed global batch, a run gives the same result on any number of GPUs, and after being killed and resumed. For
+your own task, copy this file to the project's root, the folder that contains train.py, and adapt it.
 """
 
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-# delete this line if you copy the file to the project's root
+# if you copy this file to the project's root, delete the next line
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils.cli import InputError, Parser, add_common_arguments, launch_workers, real, run_main, whole
@@ -29,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # before the heavy imports, so that --help and a mistyped flag respond immediately
+    # parse the flags before the slow imports, so that --help and flag errors appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -48,9 +51,10 @@ from utils.loop import Plan, Run, Training
 
 
 class Images(Dataset):
-    """Images in <root>/<class>/*.png or *.jpg; without a root, synthetic noise that is brighter on the left or right.
+    """Data set of the images in <root>/<class>/*.png or *.jpg, or of synthetic images if `root` is None.
 
-    A sample's "error" reports an unreadable image, on which the loop stops all ranks.
+    Synthetic images are noise that is brighter in one half: the left half in class "left", the right half in class
+    "right". An unreadable image produces a sample with an "error" message, at which the training loop stops all ranks.
     """
 
     def __init__(
@@ -79,16 +83,17 @@ class Images(Dataset):
             except (OSError, ValueError) as reason:
                 error = f"{self.paths[index]}: cannot be read ({reason}); mend or remove it"
         if self.augmented:
-            # drawn from (seed, epoch, sample), so the same on any number of GPUs and after a resume
+            # the generator is seeded by (--seed, epoch, image index), so augmentation is the same on any number of GPUs
+            # and after a resume
             rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
             pixels = np.roll(pixels, rng.integers(-2, 3, size=2), axis=(0, 1)) * rng.uniform(0.9, 1.1)
         return {"image": pixels.transpose(2, 0, 1).astype(np.float32), "label": label, "error": error}
 
 
 def make_model(classes: int, dropout: float) -> nn.Module:
-    """Network from (B, 3, H, W) images to (B, classes) logits.
+    """Return a network that maps (B, 3, H, W) images to (B, classes) logits.
 
-    It has GroupNorm because BatchNorm's statistics would depend on the number of GPUs.
+    The network uses GroupNorm, because the statistics of BatchNorm would depend on the number of GPUs.
     """
     body = [nn.Conv2d(3, 16, 3, 2, 1), nn.GroupNorm(1, 16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
     return nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout), nn.Linear(128, classes))
@@ -102,7 +107,10 @@ def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, split: str = "val") -> dict[str, float]:
-    """Mean loss and accuracy over the whole set, the same to the bit on any number of GPUs."""
+    """Return the mean loss and accuracy over all images of a data set; the ranks share the images.
+
+    The results are bit-identical on any number of GPUs.
+    """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     for batch in run.batches(loader):
@@ -114,7 +122,8 @@ def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, spl
 def train(args: Namespace, ranks: du.Ranks) -> int:
     device = ranks.device
     precision, described = set_precision(args.mixed_precision, device, args.deterministic)
-    # nothing is written until Training begins, so all input errors are reported before a run is touched
+    # Training() is the first to change the files of a run and comes after all checks, so an input error leaves an
+    # existing run unchanged
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size", "dropout"))
     args = run.args
     folder = Path(args.data_root) if args.data_root else None
@@ -152,7 +161,8 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
             model.train()
             for step in training.steps(loader):
                 for micro_batch in step.micro_batches():
-                    # this micro-batch's term of the mean over the step's global batch
+                    # dividing by the number of samples that all GPUs process in this step makes the micro-batch losses
+                    # add up to the mean
                     step.backward(loss_sum(engine.wrapped, micro_batch, precision)[0] / step.samples)
                 step.update(args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
             if training.stopped:

@@ -1,4 +1,4 @@
-"""Prepare images for a training script; `python -m tools.prepare_data TASK --help` lists the flags of a task.
+"""Prepare your own images for a training script; `python -m tools.prepare_data TASK --help` lists the flags for TASK.
 
     python -m tools.prepare_data prs_med scans masks data/mine --structure lesion --small_models
     python -m tools.prepare_data prs_med scans masks data/mine --structure liver "left kidney" --table patients.csv
@@ -7,7 +7,7 @@
     python -m tools.prepare_data mimic_cxr mimic-cxr-jpg mimic-ext-cxr-qba data/mimic
     python -m tools.prepare_data mimic_cxr xrays.csv data/mine
 
-Input formats: tasks/<task>/README.md, "Your own images".
+The section "Your own images" of tasks/<task>/README.md describes the input formats.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def parse_args(words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 if __name__ == "__main__":
-    # keeps DeepSpeed, if transformers imports it, from printing that it searches for a GPU
+    # if transformers imports DeepSpeed, DS_ACCELERATOR=cpu keeps DeepSpeed from printing that it is searching for a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     MODULE, ARGS = parse_args(sys.argv[1:])
     run_main(MODULE.prepare, ARGS)

@@ -1,16 +1,17 @@
-"""Simulate one optimizer step of a script on a GPU: its memory, its FLOPs, and its host-device syncs.
+"""Simulate one optimizer step of a training script on a GPU; report its memory, FLOPs and host-device syncs.
 
 python -m tools.rehearse train_prs_med.py --gpu_memory 80
 python -m tools.rehearse train_prs_med.py --gpu_memory 24 --batch_size 2 --gradient_checkpointing --world_size 4
 
-All other flags are the script's own. The step runs on torch's fake tensors, which have a shape, a dtype and a device
-but no memory; they do not show kernel workspaces, NCCL, fragmentation and time. Models need only their config.json and
-have published size unless the flags name others. A machine without a GPU needs a C++ compiler.
+All other flags are those of the training script. The step runs on torch's fake tensors, which have a shape, a dtype and
+a device but no memory; the simulation does not cover kernel workspaces, NCCL buffers, fragmentation or time. Model
+folders need only a config.json; if no model folder is set, the step uses the published model. A machine without a GPU
+needs a C++ compiler.
 
-A script is imported as a module and must define parse_args(words), build_model(args, precision, device),
-make_optimizer(model, args), largest_batch(model, size) and trial_step(model, batch, args), the forward and backward
-pass of one micro-batch. A script that derives settings from the hardware also defines fill_settings(args, world_size,
-memory, compute, node).
+The training script is imported as a module and must define parse_args(words), build_model(args, precision, device),
+make_optimizer(model, args), largest_batch(model, size), which returns the `size` samples that need the most memory, and
+trial_step(model, batch, args), which runs the forward and backward pass of one micro-batch. A script that derives
+settings from the hardware also defines fill_settings(args, world_size, memory, compute, node).
 """
 # ruff: noqa: E402
 
@@ -36,15 +37,16 @@ from utils.cli import InputError, Parser, RunError, print_error, real, run_main,
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-# folders in configs/models with the config.json and tokenizer of published models: for unset flags, and for names on
-# the Hugging Face hub
+# Folders in configs/models that contain the config.json and tokenizer of published models: DEFAULT_MODELS for model
+# flags that are not set, ON_THE_HUB for names on the Hugging Face hub.
 DEFAULT_MODELS = {"vlm_path": "llava_med_v1.5_mistral_7b", "sam_path": "sam_vit_base"}
 ON_THE_HUB = {
     "facebook/convnext-base-224": "convnext_base",
     "facebook/dinov3-convnext-base-pretrain-lvd1689m": "dinov3_convnext_base",
     "emilyalsentzer/Bio_ClinicalBERT": "bio_clinicalbert",
 }
-# GPU memory needed besides tensors: a share for fragmentation, and bytes for NCCL, cuDNN and cuBLAS
+# GPU memory needed in addition to the tensors: MARGIN_SHARE of the tensors' memory for fragmentation, and MARGIN_BYTES
+# for NCCL, cuDNN and cuBLAS.
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 1.5e9
 
 
@@ -62,9 +64,10 @@ def parse_args() -> tuple[Namespace, list[str]]:
 
 
 def load_fake_cuda() -> ctypes.CDLL | None:
-    """Load tools/fake_cuda.cpp, compiled once per torch installation; return None if there is a GPU.
+    """Load tools/fake_cuda.cpp, a CUDA device that does nothing; return None if the machine has a GPU.
 
-    Must run before torch is imported, which looks up its CUDA hooks. Raises InputError if compilation fails.
+    The file is compiled once per torch installation. Call this function before torch is imported, because torch looks
+    up its CUDA hooks during the import. Raises InputError if there is no compiler or the compilation fails.
     """
     try:
         count = ctypes.c_int(0)
@@ -85,7 +88,7 @@ def load_fake_cuda() -> ctypes.CDLL | None:
         compiler = next(filter(None, map(shutil.which, names)), None)
         if compiler is None or sys.platform == "win32":
             raise InputError("needs a GPU, or a C++ compiler (g++ or clang++) on Linux or macOS; install one")
-        # unique name: other processes may be compiling too
+        # the process id makes the file name unique, because other processes may be compiling too
         temporary = library.with_suffix(f".{os.getpid()}")
         command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", str(source)]
         command += ["-o", str(temporary), f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib", "-lc10"]
@@ -121,7 +124,7 @@ from utils.engine import make_engine
 
 
 def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
-    """FLOPs of a convolution's backward pass: those of the forward pass for each gradient.
+    """Return a convolution's backward FLOPs: its forward FLOPs times the number of gradients needed (input, weight).
 
     torch's own formula overcounts grouped convolutions, because it applies each group's weight to all channels.
     """
@@ -131,30 +134,34 @@ def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
 
 
 def attention_flops(query, key, value, *_, **__) -> int:
-    """FLOPs of the two matrix products of attention."""
+    """Return the FLOPs of attention's two matrix products: queries by keys, and scores by values."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
 
 
 def attention_backward_flops(_, query, key, value, *__, **___) -> int:
-    """FLOPs of attention's backward pass: recomputed scores, then two products for each of the forward pass."""
+    """Return the FLOPs of attention's backward pass, which consists of five matrix products.
+
+    One product recomputes the attention scores; each of the forward pass's two products has two gradients.
+    """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
 
 
 FLOPS = flop_registry | {torch.ops.aten.convolution_backward: convolution_backward_flops}
 for kernel in ("flash", "efficient", "cudnn"):
-    # torch 2.11's own formula rejects keys with fewer heads than the query
+    # torch 2.11's own FLOP formula for attention rejects keys with fewer heads than the queries
     name = f"_scaled_dot_product_{kernel}_attention"
     FLOPS[getattr(torch.ops.aten, name)] = attention_flops
     FLOPS[getattr(torch.ops.aten, f"{name}_backward")] = attention_backward_flops
 
 
 class Trace(TorchDispatchMode):
-    """Count the operations on the GPU inside a FakeTensorMode; operations on the host are executed.
+    """Records the memory, FLOPs and host-device syncs of GPU operations inside a FakeTensorMode.
 
-    now, peak: bytes of live tensors. flops: of matrix products, convolutions and attention; a multiply-add counts as 2.
-    syncs: number of host-device syncs by cause and source line.
+    Operations on CPU tensors are executed as usual. now, peak: current and peak number of bytes in GPU tensors. flops:
+    FLOPs of matrix products, convolutions and attention; a multiply-add counts as 2. syncs: {cause and source line:
+    number of host-device syncs}. An operation whose output size depends on values on the GPU raises RunError.
     """
 
     def __init__(self):
@@ -166,7 +173,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.ops.prim.device.default:
-            # torch's C++ code calls this all the time
+            # a shortcut for prim.device, which torch's C++ code calls very often
             return args[0].device
         name = function.overloadpacket.__name__
         inputs = find_tensors((*args, *kwargs.values()))
@@ -174,7 +181,7 @@ class Trace(TorchDispatchMode):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
 
-        # fake tensors have no values, so a read returns a plausible one
+        # fake tensors have no values, so reading a value returns a plausible constant
         if name in ("_local_scalar_dense", "equal"):
             self.syncs[f"item() in {caller_line()}"] += 1
             return name == "equal" or {torch.bool: False}.get(inputs[0].dtype, 1)
@@ -202,7 +209,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage's memory until it is freed, rounded up to the 512-byte blocks of torch's allocator."""
+        """Count the bytes of a tensor storage, rounded up to torch's 512-byte blocks, until the storage is freed."""
         key = storage._cdata
         if key not in self.sizes:
             self.sizes[key] = math.ceil(storage.nbytes() / 512) * 512
@@ -236,7 +243,7 @@ def caller_line() -> str:
 
 
 def convert(module: nn.Module, function, recurse: bool = True) -> nn.Module:
-    """Replacement for nn.Module._apply that creates new parameters, because fake tensors cannot be swapped in place."""
+    """Apply a function as nn.Module._apply does, but create new parameters: fake tensors cannot be swapped in place."""
     for child in module.children() if recurse else ():
         convert(child, function)
     for name, parameter in module._parameters.items():
@@ -256,7 +263,7 @@ def enable_fake_gpu() -> torch.device:
     if FAKE_CUDA:
         FAKE_CUDA.use_fake_cuda()
     else:
-        # initialize the device for the autograd engine
+        # creating a tensor on the real GPU initializes CUDA, which the autograd engine requires
         torch.empty(1, device="cuda")
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     patches = {
@@ -281,7 +288,7 @@ def main(args: Namespace) -> None:
         if folder:
             setattr(settings, flag, str(ROOT / "configs" / "models" / folder))
     if hasattr(script, "fill_settings"):
-        # compute capability 9.0, and a large node of 64 cores, 256 GiB of RAM and 8 processes
+        # assume compute capability 9.0 and a large node: 64 CPU cores, 256 GiB of RAM and 8 processes
         filled = script.fill_settings(settings, settings.world_size or 1, args.gpu_memory, 9.0, (64, 256.0, 8))
         settings = with_flags(settings, **filled)
     device = enable_fake_gpu()
@@ -299,8 +306,8 @@ def main(args: Namespace) -> None:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = sum(parameter.nbytes for parameter in trained)
 
-        # create the optimizer state, and the gradients, which exist from the second micro-batch on; in DDP they stay
-        # allocated as views of its buckets
+        # Create the optimizer state and the gradients. With accumulation, gradients already exist during the second
+        # micro-batch; DDP keeps the gradients allocated all the time, as views of its buckets.
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -316,7 +323,8 @@ def main(args: Namespace) -> None:
             script.trial_step(model, batch, settings)
         engine.update(0.0)
 
-    # activations scale with the micro-batch; if a smaller one needs accumulation, gradients are allocated meanwhile
+    # Activation memory is proportional to the micro-batch size. With one process and no accumulation, a smaller
+    # micro-batch would make accumulation necessary, which keeps the gradients allocated during the forward pass.
     activations = trace.peak - persistent
     margin = MARGIN_SHARE * trace.peak + MARGIN_BYTES
     available = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - persistent
@@ -347,7 +355,7 @@ def main(args: Namespace) -> None:
         "largest_batch": largest,
     }
     print(json.dumps(result), flush=True)
-    # a regular exit would abort in torch's threads for the fake device
+    # skip Python's shutdown, during which torch's threads for the fake GPU would abort the process
     os._exit(0)
 
 

@@ -1,4 +1,7 @@
-"""Write a small data set to try out a task: `python -m tools.sample_data TASK FOLDER`; TASK --help lists the sizes."""
+"""Write a small synthetic data set for trying out a task: `python -m tools.sample_data TASK FOLDER`.
+
+`python -m tools.sample_data TASK --help` lists the flags for the size of the data set.
+"""
 
 import argparse
 import importlib
@@ -25,6 +28,6 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # keeps DeepSpeed, if transformers imports it, from printing that it searches for a GPU
+    # if transformers imports DeepSpeed, DS_ACCELERATOR=cpu keeps DeepSpeed from printing that it is searching for a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main(sys.argv[1:])

@@ -1,12 +1,13 @@
 """Check whether two runs are bit-identical, or whether repeating some steps of a run gives the same bits.
 
 python -m tools.verify runs/a runs/b                     compare metrics.jsonl, summary.json and model.safetensors
-python -m tools.verify runs/a runs/b --tolerance 1e-6    allow this relative difference
-python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 in a copy, from the previous checkpoint
+python -m tools.verify runs/a runs/b --tolerance 1e-6    allow relative differences of up to 1e-6
+python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 in a scratch folder, and compare the logs
 
-Exit codes: 0 equal, 1 different, 2 invalid input. Timings are ignored. With --steps, start it in the folder where the
-run was started, because data paths may be relative. Repeated steps give the same bits on the same machine with
---deterministic, or with the same number of processes and threads.
+Exit codes: 0 equal, 1 different, 2 invalid input. Timings are ignored. Repeated steps start from the newest checkpoint
+before them. Start the tool with --steps in the folder in which the run was started, because data paths may be relative.
+The repeated steps give the same bits on the same machine if the run used --deterministic, or if the number of processes
+and threads is the same.
 """
 
 import filecmp
@@ -22,9 +23,10 @@ from pathlib import Path
 from utils.cli import InputError, Parser, read_config, real, run_main, step_range
 
 ROOT = Path(__file__).resolve().parents[1]
-# endings of metrics that depend on the machine's load, not on the computation
+# endings of the names of metrics that depend on the machine's load, not on the computation
 TIMING_SUFFIXES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
-# flags in args.yaml that are not repeated; --wandb would log the copy into the run's project
+# flags in args.yaml that are dropped when steps are repeated; --wandb would log the repeated steps to the original
+# run's Weights & Biases project
 NOT_REPEATED = ("resume_from", "overwrite", "eval_only", "predict", "profile", "wandb")
 
 
@@ -44,7 +46,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in a run folder; reject links, which may lead anywhere in an untrusted folder."""
+    """Return the path of a file in a run folder.
+
+    Raises InputError if the file is missing or is a symbolic link, because the folder is untrusted and a link in it may
+    point anywhere.
+    """
     path = folder / name
     if path.is_symlink() or not path.is_file():
         raise InputError(f"{path}: no such file; give the folder of a run")
@@ -89,7 +95,7 @@ def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
     for row, (a, b) in enumerate(zip(one, other, strict=False), start=1):
         for name in a | b:
             x, y = a.get(name, "nothing"), b.get(name, "nothing")
-            # repr distinguishes 0.0 from -0.0, but treats NaN as equal to NaN
+            # comparing by repr distinguishes 0.0 from -0.0 and treats NaN as equal to NaN
             if repr(x) != repr(y):
                 first = first or f"line {row}, step {a['step']}: {name} is {x!r} and {y!r}"
                 largest = max(largest, relative_difference(x, y))
@@ -135,10 +141,11 @@ def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
 
 
 def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]:
-    """Repeat steps first..last in a scratch folder; return these steps' lines of the original and of the new log.
+    """Repeat steps first..last of a run in a scratch folder; return the original and the new log lines of these steps.
 
-    The run folder is untrusted. The child process gets only a copy of a checkpoint, from which scripts load nothing but
-    tensors and numbers, and flags, which the script's parser checks; never a command, program path or environment.
+    The run folder is untrusted. Only two things from it reach the process that repeats the steps: a copy of a
+    checkpoint, from which scripts load nothing but tensors and numbers, and the flags in args.yaml, which the script's
+    parser checks. Commands, program paths and environment variables are never taken from the run folder.
     """
     flags = read_config(str(find_file(folder, "args.yaml")))
     scripts = {path.name: path for path in (*ROOT.glob("*.py"), *ROOT.glob("examples/*.py"))}
@@ -152,7 +159,7 @@ def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]
 
     with tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         scratch = Path(scratch)
-        # the script's --config checks the flags like a command line, and the flags in `command` take precedence
+        # flags in a --config file are checked like a command line; the flags in `command` take precedence over the file
         config = scratch / "flags.json"
         config.write_text(json.dumps({flag: flags[flag] for flag in flags if flag not in NOT_REPEATED}))
         command = [sys.executable, scripts[name], "--config", config]
@@ -161,10 +168,10 @@ def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]
             copy_checkpoint(folder, first - 1, scratch / "checkpoint.pt")
             command += ["--resume_from", scratch / "checkpoint.pt"]
         if code := subprocess.run(command).returncode:
-            # the script has printed the reason
+            # the script has already printed why it failed
             sys.exit(code)
         repeated = read_log(scratch / "run")
-    # --max_steps forces an evaluation and a log line at the last step, which the original run may lack
+    # --max_steps forces an evaluation and a log line at the last step; drop either if the original log lacks it
     kinds = [line.keys() for line in lines if line["step"] == last]
     again = [line for line in repeated if line["step"] < last or line.keys() in kinds]
     return lines, [line for line in again if line["step"] >= first]

@@ -1,6 +1,6 @@
 """The command line of all scripts: argument types, common flags, --config files, one-line errors.
 
-Does not import torch, so that `--help` and errors in flags appear immediately.
+This module does not import torch, so that `--help` and errors in flags appear immediately.
 """
 
 import argparse
@@ -19,15 +19,21 @@ from pathlib import Path
 
 
 class InputError(Exception):
-    """The user's flags, files or data are unusable: print this one line and exit with code 2."""
+    """Raised if the user's flags, files or data are unusable.
+
+    run_main() prints the message in one line and exits with code 2.
+    """
 
 
 class RunError(Exception):
-    """The run cannot continue (full disk, out of memory, divergence): print this one line and exit with code 1."""
+    """Raised if the run cannot continue, because of a full disk, lack of memory or divergence.
+
+    run_main() prints the message in one line and exits with code 1.
+    """
 
 
 def is_first_process() -> bool:
-    """Return whether this is rank 0; also works before the process group exists."""
+    """Return whether this process is rank 0; also works before the process group is created."""
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
@@ -36,7 +42,11 @@ def first_line(error: BaseException) -> str:
 
 
 def refuse(problems: list[str], what: str) -> None:
-    """Raise InputError if `problems` (`file: what is wrong; what to do`) is not empty; rank 0 first lists several."""
+    """Raise InputError if `problems` is not empty; rank 0 first prints all problems if there are several.
+
+    problems: messages of the form "file: what is wrong; what to do". what: words that follow the number of problems in
+    the error message, such as "rows cannot be used".
+    """
     if len(problems) > 1:
         if is_first_process():
             print("\n".join(problems), flush=True)
@@ -47,7 +57,7 @@ def refuse(problems: list[str], what: str) -> None:
 
 
 def with_flags(args: argparse.Namespace, **values) -> argparse.Namespace:
-    """Return a copy of the flags with some values changed; parsed flags are never modified."""
+    """Return a copy of parsed flags in which `values` replace some flags; the original is never modified."""
     return argparse.Namespace(**vars(args) | values)
 
 
@@ -110,13 +120,16 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser with --config; reports an error as one line from one process and exits with code 2.
+    """ArgumentParser with a --config flag; on an error, only rank 0 prints one line, and the exit code is 2.
 
-    Every flag needs a default, because a script must start without flags.
+    Every flag needs a default, because a script must run without any flags.
     """
 
     def __init__(self, doc: str, sections: tuple[str, ...] = ()):
-        """doc: a description in the first line, then examples. sections: keys of a --config file that group flags."""
+        """doc: text for --help, a one-line description followed by examples.
+
+        sections: keys of a --config file whose values are groups of flags.
+        """
         description, _, examples = doc.partition("\n")
         super().__init__(description=description, epilog=examples, allow_abbrev=False, formatter_class=HelpFormatter)
         self.add_argument(
@@ -145,9 +158,10 @@ class Parser(argparse.ArgumentParser):
         if args.config:
             path = args.config
             if path.startswith("config/") and not Path(path).exists():
-                # guide 3 writes config/ instead of configs/
+                # the published training guide for the cascade writes config/ instead of configs/
                 path = path.replace("config/", "configs/", 1)
-            # the command line parsed, so any error now is in the file; file flags go first so the command line wins
+            # The command line alone was parsed without errors, so any further error is in the config file. The flags of
+            # the file come first, so that the command line takes precedence.
             self.source = f"{path}: "
             try:
                 args = self.parse_args([*self.config_words(path), *words])
@@ -158,10 +172,11 @@ class Parser(argparse.ArgumentParser):
         if trains and getattr(args, "wandb", None) and importlib.util.find_spec("wandb") is None:
             self.error("--wandb: it is not installed; pip install -r requirements-wandb.txt")
         if getattr(args, "deterministic", False):
-            # a fixed workspace makes cuBLAS sum in a fixed order; read when torch first uses cuBLAS
+            # a workspace of fixed size makes cuBLAS sum in a fixed order; cuBLAS reads CUBLAS_WORKSPACE_CONFIG when
+            # torch first uses it
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         if getattr(args, "profile", None):
-            # silences torch's profiler
+            # suppress the log messages of torch's profiler
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         return args
 
@@ -171,7 +186,7 @@ class Parser(argparse.ArgumentParser):
         return {action.dest for action in actions if action}
 
     def config_words(self, path: str) -> list[str]:
-        """Convert a config file to command-line words, so that both get the same checks."""
+        """Convert a config file to command-line words, so that its values pass the same checks as flags."""
         words = []
         values = read_config(path)
         for section in self.sections:
@@ -182,10 +197,10 @@ class Parser(argparse.ArgumentParser):
         for key, value in values.items():
             flag = f"--{key}"
             if key == "script":
-                # not a flag: a run's args.yaml also names its script
+                # a run's args.yaml may be used as a config file; its key `script` names the script and is not a flag
                 continue
             if value is False and flag in self._option_string_actions:
-                # switches without a --no- form are off by default
+                # flags without a --no- form are off by default, so the value false adds nothing to the command line
                 if f"--no-{key}" in self._option_string_actions:
                     words.append(f"--no-{key}")
             elif isinstance(value, bool):
@@ -197,7 +212,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_config(path: str) -> dict:
-    """Read a YAML or JSON mapping (JSON may contain // comments). Raises InputError."""
+    """Read a mapping from a YAML or JSON file; JSON may contain // comments.
+
+    Raises InputError if the file cannot be read, is not valid, or does not contain a mapping.
+    """
     import yaml
 
     try:
@@ -225,10 +243,11 @@ def add_common_arguments(
     batch_of_all: bool = False,
     least_epochs: int = 1,
 ) -> None:
-    """Add the flags that all scripts share; names used in the guides are synonyms.
+    """Add the flags that all scripts share; flag names from the published training guides are accepted as synonyms.
 
-    num_epochs: None if the guide counts steps. batch_of_all: as in guide 2, --batch_size counts the samples of all
-    GPUs.
+    num_epochs: default of --num_epochs; None for a script that counts steps and has no such flag. batch_of_all: whether
+    --batch_size is the total over all GPUs, as in the published guide for the survival task, instead of the number of
+    samples per GPU. least_epochs: smallest --num_epochs allowed.
     """
     parser.usage = "%(prog)s [--config FILE] [flags]"
     advanced = parser.advanced.add_argument
@@ -316,24 +335,29 @@ def print_error(error: Exception) -> int:
     first = is_first_process()
     if first:
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-    # Launchers kill all ranks once one exits, so rank 0 must print first. srun returns the largest exit code: a rank
-    # killed by SIGTERM would turn 2 into 143, the code of a run that SLURM stopped at its time limit.
+    # Launchers kill all ranks as soon as one rank exits, so the other ranks wait until rank 0 has printed the error.
+    # srun returns the largest exit code of all ranks: if SIGTERM killed a rank, its exit code would be 143, the code of
+    # a run that SLURM stopped at its time limit. So the signal handler makes a rank that receives SIGTERM exit with the
+    # code of this error.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if not first:
         time.sleep(5)
     elif os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        # srun kills the other ranks when this one exits; let them install the handler first
+        # srun kills the other ranks when rank 0 exits; first give them time to install the SIGTERM handler
         time.sleep(2)
     return code
 
 
 def launch_workers(world_size: int | None) -> None:
-    """Turn `python script.py --world_size N` into torchrun with N processes."""
+    """With --world_size above 1, replace this process with torchrun, which starts `world_size` processes of the script.
+
+    Does nothing in a process started by torchrun, or by srun as one of several tasks.
+    """
     if (world_size or 1) > 1 and "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         command = [sys.executable, str(Path(__file__).with_name("torchrun.py")), "--standalone"]
         command += [f"--nproc_per_node={world_size}", *sys.argv]
         if os.name == "nt":
-            # execv on Windows would return to the prompt while the script is running
+            # on Windows, os.execv would return to the prompt while the script is still running
             sys.exit(subprocess.call(command))
         os.execv(sys.executable, command)
 
@@ -344,7 +368,7 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
     except (InputError, RunError) as error:
         code = print_error(error)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
-        # skip Python's shutdown, in which torch 2.13's threads abort once in a few dozen runs
+        # skip Python's shutdown, during which torch 2.13's threads abort the process once in a few dozen runs
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

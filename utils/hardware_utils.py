@@ -1,4 +1,4 @@
-"""Report this machine's hardware and the training settings that guide 1 derives from it.
+"""Report this machine's hardware, and training settings for it as in the published MIMIC-CXR guide (guide 1).
 
 python -m utils.hardware_utils
 """
@@ -25,18 +25,22 @@ def _read(path: Path) -> str:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the numbers in a cgroup file; skips `max` and -1, which mean no limit."""
+    """Return the integers in a cgroup file, without `max` and -1, which mean that there is no limit."""
     return [int(word) for word in _read(path).split() if word.isdigit()]
 
 
 def _memory_groups(root: Path) -> list[Path]:
-    """Return the folders of this process's cgroups (v1 and v2) and of their parents, which also limit its memory."""
+    """Return the folders of this process's memory cgroups (v1 and v2) and of their parents.
+
+    The limits of parent cgroups also apply to the process.
+    """
     folders = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers:
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            # Inside a container the path may be the host's; then only `top` exists.
+            # Inside a container, the path in /proc/self/cgroup may be that of the host; then only the mount point `top`
+            # exists.
             own = top / path.strip("/")
             folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
     return folders
@@ -50,16 +54,17 @@ def available_ram_gb(root: Path = Path("/")) -> float:
         limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
         if limit and used:
-            # Page cache counts as used memory, but the kernel evicts it when memory runs short.
+            # The cgroup counts the page cache as used memory, but the kernel evicts the cache when memory runs short.
             cached = re.findall(r"inactive_file (\d+)", _read(folder / "memory.stat"))
             free = min(free, limit[0] - used[0] + max(map(int, cached), default=0))
     return max(0.0, free / GIB)
 
 
 def detect_gpus() -> tuple[list[dict], list[str]]:
-    """Return (the GPUs that torch can use, notes for the user); memory is in GiB.
+    """Return (the GPUs that torch can use, notes for the user about the GPUs); memory sizes are in GiB.
 
-    Free memory comes from nvidia-smi: torch would first allocate a context of several hundred MB on each GPU.
+    nvidia-smi reports the free memory, because torch would first allocate a CUDA context of several hundred MB on each
+    GPU.
     """
     query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
@@ -70,10 +75,10 @@ def detect_gpus() -> tuple[list[dict], list[str]]:
     listed = dict(re.findall(r"^GPU-(\S+), (.+)$", answer, re.MULTILINE))
 
     gpus = []
-    # device_count() asks the driver, so it can be above 0 although CUDA fails to initialize
+    # torch.cuda.device_count() asks the driver, so it can be above 0 even if CUDA fails to initialize
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         card = torch.cuda.get_device_properties(index)
-        # some torch versions omit "GPU-" from the uuid
+        # some torch versions omit "GPU-" from the uuid of a GPU
         free = listed.get(str(card.uuid).removeprefix("GPU-"), "")
         gpu = {
             "name": card.name,
@@ -102,7 +107,7 @@ def detect_hardware() -> dict:
         "gpus": gpus,
         "cpu_cores": usable_cores(),
         "ram_available_gb": round(available_ram_gb(), 1),
-        # importing deepspeed would take seconds
+        # find_spec() does not import deepspeed, which would take seconds
         "deepspeed_installed": importlib.util.find_spec("deepspeed") is not None,
         "notes": notes,
     }
@@ -110,8 +115,9 @@ def detect_hardware() -> dict:
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-# (nominal GPU memory in GB, batch per GPU, global batch on 4 GPUs). The rows up to 20 GB are the guide's table; larger
-# GPUs get larger batches, which amortize kernel launches over more samples.
+# (nominal GPU memory in GB, batch size per GPU, global batch size on 4 GPUs). The rows up to 20 GB are those of the
+# published MIMIC-CXR guide (guide 1). GPUs with more memory get larger batches, so that each kernel launch processes
+# more samples.
 GPU_TABLE = (
     (141, 128, 256),
     (80, 64, 256),
@@ -134,24 +140,27 @@ def settings_for(
     batch_size: int | None = None,
     processes_per_node: int | None = None,
 ) -> dict:
-    """Return guide 1's training settings; dataloader_num_workers is the total per node.
+    """Return training settings for this hardware by the rules of the published MIMIC-CXR guide (guide 1).
 
-    num_processes: on all nodes together, one per GPU. gpu_memory_gb, compute: minimum memory and compute capability of
-    the GPUs, None without GPUs. cores, ram_gb: of one node.
+    num_processes: total over all nodes, one per GPU. gpu_memory_gb, compute: memory in GiB of the GPU with the least
+    memory, and lowest compute capability of the GPUs; None without GPUs. cores, ram_gb: CPU cores and GiB of RAM per
+    node. deepspeed: whether to use DeepSpeed. batch_size: batch size per GPU, if it is already fixed.
+    processes_per_node: default: num_processes. In the result, dataloader_num_workers is the total per node.
     """
     on_gpu = gpu_memory_gb is not None
     largest_batch, global_batch = 8, 256
     if on_gpu:
-        # The driver and ECC reserve up to 0.7 GiB or 3 % of the nominal memory.
+        # The driver and ECC reserve up to 0.7 GiB or 3 % of a GPU's nominal memory, whichever is more.
         rows = (row for row in GPU_TABLE if gpu_memory_gb >= row[0] - max(0.7, 0.03 * row[0]))
         _, largest_batch, global_batch = next(rows)
-    # GPUs with 16 GB or more hold all activations and the optimizer state.
+    # GPUs with 16 GB or more have enough memory for all activations and the optimizer state, without activation
+    # checkpointing or offloading.
     fits_everything = largest_batch >= 12
 
     def accumulation(batch: int) -> int:
         return max(1, int(global_batch / (batch * num_processes) + 0.5))
 
-    # A batch above 16, the guide's largest, must give the same global batch as 16.
+    # A batch size per GPU above 16, the largest in the published guide, must lead to the same global batch size as 16.
     smallest = min(largest_batch, 16)
     per_gpu = smallest * accumulation(smallest)
     batch = batch_size or max(size for size in range(smallest, largest_batch + 1) if per_gpu % size == 0)
@@ -162,7 +171,7 @@ def settings_for(
         "batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation(batch),
         "effective_batch_size": batch * num_processes * accumulation(batch),
-        # Two cores remain for the training processes.
+        # Leave two CPU cores for the training processes.
         "dataloader_num_workers": max(1, min(3 * (processes_per_node or num_processes), cores - 2)),
         "prefetch_factor": 2 + (ram_gb > 32) + (ram_gb > 64),
         "mixed_precision": precision if on_gpu else "no",
@@ -177,7 +186,7 @@ def settings_for(
 
 
 def report(hardware: dict, settings: dict) -> str:
-    """Format the hardware and the settings as guide 1 prints them."""
+    """Format the hardware and the training settings like the output in the published MIMIC-CXR guide (guide 1)."""
 
     def heading(title: str) -> list[str]:
         return ["", title.center(70).rstrip(), "-" * 70]

@@ -1,9 +1,10 @@
-"""95 % confidence intervals clustered by case (patient or study), and pairing of rows with other cases.
+"""95 % confidence intervals clustered by case, and the assignment of another case to each row.
 
-Rows of one case are correlated, so the jackknife leaves out whole cases. For values in 0..1, the jackknife variance
-gives an effective number of independent rows, whose exact binomial interval is used (Korn and Graubard, Survey
-Methodology 24, 1998): it stays in 0..1 and has a width even if every row is correct. An undefined interval is
-(nan, nan). Random draws have fixed seeds, so all ranks get the same results.
+A row is one evaluated sample, such as a question; its case is the patient or the study. Rows of one case are
+correlated, so the jackknife leaves out whole cases. For values in 0..1, the jackknife variance is converted to an
+effective number of independent rows, for which the exact binomial interval is computed (Korn and Graubard, Survey
+Methodology 24, 1998): this interval stays in 0..1 and has a width above 0 even if every row is correct. An undefined
+interval is (nan, nan). Random draws are seeded, so all ranks get the same results.
 """
 
 from collections import defaultdict
@@ -16,9 +17,10 @@ RESAMPLES = 1000
 
 
 def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
-    """Return the interval (low, high) of the mean of `values`; cases: the case of each value.
+    """Return the 95 % confidence interval (low, high) of the mean of `values`, clustered by case.
 
-    bounded: the values lie in 0..1; use False for others, such as paired differences of two models.
+    cases: the case (patient or study) of each value. bounded: whether the values lie in 0..1; False for others, such as
+    paired differences between two models. The interval is (nan, nan) with fewer than two cases.
     """
     from scipy.stats import beta, norm, t
 
@@ -31,10 +33,10 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
     variance = (len(names) - 1) * without.var()
     # rounding errors can turn a variance of 0 into a tiny number
     varies = variance > 1e-15
-    # Student's t, because the variance is estimated too
+    # Student's t distribution, because the variance is estimated too
     quantile = t.ppf(0.975, len(names) - 1)
     if bounded:
-        # Clopper-Pearson interval; without variance, each case counts as one independent row
+        # Clopper-Pearson interval; if the variance is 0, each case counts as one independent row
         count = len(names)
         if varies and 0 < mean < 1:
             count = mean * (1 - mean) / variance * (norm.ppf(0.975) / quantile) ** 2
@@ -47,7 +49,11 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
 
 
 def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
-    """Bootstrap the cases within strata, always with the same draws; return each row's counts (1000, rows) float32."""
+    """Draw 1000 bootstrap samples of the cases (patients or studies) within strata, the same ones in every call.
+
+    cases, strata: case and stratum of each evaluated row, such as a question. Returns how often each row occurs in each
+    bootstrap sample, (1000, rows) float32.
+    """
     names, first, case = np.unique(cases, return_index=True, return_inverse=True)
     counts = np.zeros((RESAMPLES, len(names)), np.float32)
     random = np.random.default_rng(0)
@@ -65,18 +71,19 @@ def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
 
 
 def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3) -> str:
-    """Format a mean and its interval as "0.814 (0.792, 0.834)", without the interval if it is undefined."""
+    """Format a mean and its interval as "0.814 (0.792, 0.834)", or as "0.814" if the interval is undefined."""
     form = f"{sign}.{digits}f"
     return f"{mean:{form}}" + (f" ({low:{form}}, {high:{form}})" if np.isfinite(low) else "")
 
 
 def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:
-    """Return for each row the index of a row of another case, of the same kind (modality) if possible.
+    """Return, for each evaluated row, the index of a row that belongs to another case, if possible of the same kind.
 
-    Cases form a ring in random order, and each takes the rows of the case before it; rings of one kind take precedence
-    over the ring of all cases. Returns None if all rows belong to one case.
+    cases, kinds: the case (patient or study) and the kind (imaging modality) of each row. The cases of each kind are
+    arranged in a ring in random order, and the rows of each case are paired with rows of the case before it. If a kind
+    has only one case, the rows come from a ring of all cases instead. Returns None if all rows belong to one case.
     """
-    # rows_of[kind][case]; the kind None comes first and holds all rows
+    # rows_of[kind][case] lists the row indices of a case; the kind None comes first and contains all rows
     rows_of = defaultdict(lambda: defaultdict(list))
     for row, (case, kind) in enumerate(zip(cases, kinds, strict=True)):
         rows_of[None][case].append(row)

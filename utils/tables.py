@@ -1,4 +1,7 @@
-"""Read user-supplied tables (CSV or parquet) and split their patients into train, val and test. No torch."""
+"""Read user-supplied tables (CSV or parquet) and assign their patients to the train, val and test splits.
+
+This module does not import torch.
+"""
 
 import argparse
 import csv
@@ -15,19 +18,20 @@ from utils.images import IMAGE_ENDINGS
 
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
-# lower-case texts of empty cells
+# texts that count as empty cells, in lower case
 BLANK = ("", "na", "nan", "n/a", "null", "none")
-# a number with or without a decimal comma; an English number with a thousands separator
+# DECIMAL: a number, with or without a decimal comma. THOUSANDS: a number with a thousands separator, such as "1,234".
 DECIMAL, THOUSANDS = r"[+-]?\d*,?\d+(e[+-]?\d+)?", r"[+-]?\d{1,3},\d{3}"
 
-# (`file:row`, {lower-case column name: text}) of each row
+# ("file:row number", {lower-case column name: text of the cell}) for each row of a table
 Rows = list[tuple[str, dict[str, str]]]
 
 
 def read_text(path: Path) -> str:
-    """Read a text file in UTF-8, UTF-16 (with a byte order mark) or Windows-1252; print the encoding if not UTF-8.
+    """Read a text file in UTF-8, UTF-16 (with a byte order mark) or Windows-1252.
 
-    Raises OSError, and ValueError for text in none of these encodings.
+    Rank 0 prints the encoding if it is not UTF-8. Raises OSError if the file cannot be read, and ValueError if the text
+    is in none of these encodings.
     """
     data = path.read_bytes()
     encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "UTF-8-sig"
@@ -44,11 +48,12 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path) -> Rows:
-    """Read the rows of a parquet or CSV file (commas, semicolons or tabs); the header is row 1.
+    """Return the rows of a parquet or CSV file (separated by commas, semicolons or tabs).
 
-    In columns of numbers, decimal commas become points, which is printed; "1,234" stays in a comma-separated file,
-    because it may mean 1234. Raises InputError for an unreadable or empty table, duplicate column names, and rows with
-    more fields than the header.
+    Row numbers count the header as row 1. In numeric columns, decimal commas are replaced with points, and rank 0
+    prints the names of these columns; "1,234" in a comma-separated file stays unchanged, because it may mean 1234.
+    Raises InputError for an unreadable or empty table, duplicate column names, and rows with more fields than the
+    header.
     """
     delimiter = ","
     try:
@@ -69,7 +74,7 @@ def read_table(path: Path) -> Rows:
         raise InputError(f"{path}: no such file; check its name") from None
     except Exception as error:
         raise InputError(f"{path}: not a readable table ({error}); save it as CSV in UTF-8") from None
-    # spreadsheets may append lines that contain only delimiters
+    # spreadsheet programs may append lines that contain only delimiters
     rows = [(source, record) for source, record in rows if any(record.values())]
     if not rows:
         raise InputError(f"{path}: holds no rows; the first line names the columns, each other line is a row")
@@ -109,7 +114,12 @@ def find_column(rows: Rows, *names: str) -> str:
 
 
 def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]:
-    """List (image, question) for --predict: an image, a folder of images, or a CSV whose paths start at its folder."""
+    """Return the (image path, question) pairs to predict.
+
+    predict: value of --predict: an image, a folder of images, or a CSV file with image paths relative to the CSV file's
+    folder. question: value of --question, for images without a question in the CSV file. Raises InputError if there is
+    no image, or if a row of the CSV file has no question and --question is not set.
+    """
     path = Path(predict)
     if path.suffix.lower() == ".csv":
         table = read_table(path)
@@ -119,7 +129,7 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
                 raise InputError(f"{source}: no question; complete the row or give --question")
         return [(path.parent / row[image], row.get("question") or question) for _, row in table]
     found = [path] if path.is_file() else sorted(path.rglob("*"))
-    # skip figures written by runs in the folder
+    # skip figures that training runs have written to the folder
     found = [file for file in found if not (file.parent.name == "figures" and (file.parents[1] / "run_id").exists())]
     found = [file for file in found if file == path or file.suffix.lower() in IMAGE_ENDINGS]
     if not found:
@@ -131,7 +141,11 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
 
 
 def patient_in(pattern: str, name: str) -> str:
-    """Return the first group (or, without groups, the match) of --patient_pattern in a file name, or ""."""
+    """Return the patient in a file name, found by the regular expression --patient_pattern, or "".
+
+    The patient is the first group of the match, or the whole match if the expression has no groups. Raises InputError
+    for an invalid expression.
+    """
     try:
         found = re.search(pattern, name)
     except re.error as error:
@@ -150,20 +164,29 @@ def parse_shares(text: str) -> tuple[float, float, float]:
 
 
 def split_of(patient: str, seed: int, shares: tuple[float, float, float]) -> str:
-    """Choose train, val or test from a hash of seed and patient, so that adding patients moves no other patient."""
+    """Assign a patient to train, val or test by a hash of seed and patient.
+
+    Adding patients never moves another patient to a different split. shares: fractions of train, val and test.
+    """
     digest = hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
     draw = int.from_bytes(digest, "big") / 2**64
     return "train" if draw < shares[0] else "val" if draw < shares[0] + shares[1] else "test"
 
 
 def in_two_splits(rows: Iterable[tuple]) -> list[str]:
-    """Return the source of each row (key, split, source) whose key has a different split where it first occurs."""
+    """Return the sources of all rows whose split differs from that of the first row with the same key.
+
+    rows: tuples (key, split, source), such as a patient, "train" and "patients.csv:7".
+    """
     first: dict = {}
     return [source for key, split, source in rows if first.setdefault(key, split) != split]
 
 
 def check_one_split(rows: Iterable[tuple[str, str, str]]) -> None:
-    """Raise InputError if a patient is in two splits; rows: (patient, split, source)."""
+    """Raise InputError if a patient is in two splits.
+
+    rows: tuples (patient, split, source), where source is a place such as "patients.csv:7".
+    """
     sources = in_two_splits(rows)
     if sources:
         reason = f"this patient is in another split in an earlier row ({len(sources)} such rows)"

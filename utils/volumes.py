@@ -1,9 +1,9 @@
-"""Read NIfTI and DICOM volumes as hospitals export them and reorient their axes. No torch.
+"""Read NIfTI and DICOM volumes, as hospitals export them, and reorient their axes.
 
-DICOM slices are sorted by position, never by number or file name; missing, duplicate, shifted or mixed slices are an
-error. The geometry is checked here because no library checks all of it: SimpleITK averages gaps and takes the first of
-two series, dicom2nifti trusts InstanceNumber, and highdicom rejects files without FrameOfReferenceUID. pydicom with
-GDCM decodes as fast as SimpleITK.
+DICOM slices are sorted by position, never by slice number or file name; missing, duplicate, shifted or mismatched
+slices are an error. The geometry is checked here because no library checks all of it: SimpleITK averages over gaps
+between slices and reads only the first of two series, dicom2nifti trusts InstanceNumber, and highdicom rejects files
+without FrameOfReferenceUID. pydicom with GDCM decodes as fast as SimpleITK. This module does not import torch.
 """
 
 from collections import Counter
@@ -15,9 +15,9 @@ import numpy as np
 from utils.cli import InputError, first_line
 from utils.images import is_dicom
 
-# letters of axis directions, such as R for right; "?" if the file does not define them
+# letters for axis directions (R is right, L left, and so on); "?" means that the file does not define the axis
 CODES = "RLAPSI?"
-# tags required for each slice, with their number of values
+# DICOM tags that each slice must have, with the number of values in each tag
 POSITION, SLOPE = "ImagePositionPatient", "RescaleSlope"
 TAGS = {
     POSITION: 3,
@@ -31,10 +31,11 @@ TAGS = {
 
 
 class Volume(NamedTuple):
-    """A volume and its geometry.
+    """A 3D image and its geometry.
 
-    values: (X, Y, Z) float32, in HU for CT. affine: (4, 4), maps voxel indices to mm in RAS+ (x right, y anterior, z
-    superior). codes: axis directions in the file, such as "LPS", or "???" if it does not define them.
+    values: (X, Y, Z) float32, in HU for CT. affine: (4, 4) matrix that maps voxel indices to mm in RAS+ coordinates (x
+    right, y anterior, z superior). codes: axis directions in the file, such as "LPS", or "???" if the file does not
+    define them.
     """
 
     values: np.ndarray
@@ -50,7 +51,11 @@ class Volume(NamedTuple):
 
 
 def describe(summaries: np.ndarray, orientation: str | None) -> str:
-    """Return the banner text for a data set's volumes from their summaries (N, 6)."""
+    """Return a line of text for the banner about the axis directions and voxel sizes of a data set's volumes.
+
+    summaries: (N, 6), Volume.summary() of each volume. orientation: axis directions to which the volumes were
+    reoriented, or None.
+    """
     codes = Counter("".join(CODES[int(code)] for code in row[3:]) for row in summaries)
     found = ", ".join(f"{count} {code}" for code, count in codes.most_common()).replace("???", "of unknown axes")
     turned = f", turned to {orientation}" if orientation and {*codes} != {orientation} else ""
@@ -60,7 +65,11 @@ def describe(summaries: np.ndarray, orientation: str | None) -> str:
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """List the files that read_volume inspects: one NIfTI file, or all DICOM files in and below the path's folder."""
+    """List the files that read_volume inspects for a path.
+
+    For a NIfTI file, this is the file itself. For a folder, or for a DICOM file in a folder, these are all DICOM files
+    in that folder and its subfolders.
+    """
     path = Path(path)
     folder = path if path.is_dir() else path.parent if is_dicom(path) else None
     return sorted(filter(is_dicom, folder.rglob("[!.]*"))) if folder else [path]
@@ -71,10 +80,11 @@ def stamp(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel: bool = False) -> Volume:
-    """Read a NIfTI file, a folder with one DICOM series, or the series that a DICOM file belongs to.
+    """Read a NIfTI file, a folder that contains one DICOM series, or the series that a DICOM file belongs to.
 
-    orientation: axis directions of the result; None keeps those of the file. first_channel: read only the first channel
-    of a 4D NIfTI file. Raises InputError for anything but one regular volume.
+    orientation: axis directions of the returned volume; None keeps those of the file. first_channel: read only the
+    first channel of a 4D NIfTI file. Raises InputError if the path cannot be read as one volume with regularly spaced
+    voxels.
     """
     import nibabel
     from nibabel import orientations as axes
@@ -87,7 +97,7 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
             image = nibabel.squeeze_image(nibabel.load(path))
             if image.get_data_dtype().kind not in "iuf":
                 raise ValueError("holds colours or complex numbers")
-            # dataobj applies the slope and intercept of the header
+            # nibabel's dataobj applies the slope and intercept in the NIfTI header
             values, affine = np.asarray(image.dataobj, np.float32), image.affine
             axes_defined = image.header.get("sform_code", 0) or image.header.get("qform_code", 0)
         values = values[..., 0] if first_channel and values.ndim == 4 else values
@@ -102,7 +112,7 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
         if orientation:
             change = axes.ornt_transform(current, axes.axcodes2ornt(orientation))
             values, affine = axes.apply_orientation(values, change), affine @ axes.inv_ornt_aff(change, values.shape)
-        # torch does not support negative strides
+        # reorientation may produce negative strides, which torch does not support
         values = values if min(values.strides) > 0 else values.copy("K")
         return Volume(values, affine, "".join(axes.ornt2axcodes(current)) if axes_defined else "???")
     except InputError:
@@ -121,7 +131,8 @@ def _find_series(path: Path) -> dict:
         if "Modality" not in header:
             raise InputError(f"{file}: a damaged DICOM file, or none; replace or remove it")
         series.setdefault(str(header.get("SeriesInstanceUID")), {})[file] = header
-    # reports, X-rays and screenshots have no position; an enhanced CT stores a position per frame under another tag
+    # Reports, X-rays and screenshots have no ImagePositionPatient; an enhanced CT stores the position of each frame
+    # under another tag.
     series = {uid: files for uid, files in series.items() if any(POSITION in header for header in files.values())}
     found = [files for files in series.values() if path.is_dir() or path in files]
     if not found:
@@ -135,8 +146,11 @@ def _find_series(path: Path) -> dict:
 
 
 def _read_tags(series: dict) -> np.ndarray:
-    """Return the values of TAGS (slices, 15)."""
-    # MR images may lack a rescale slope; a CT without it is not in HU
+    """Return the numbers in the DICOM tags listed in TAGS, for each slice, as an array (slices, 15).
+
+    Raises InputError for a missing or unusable tag.
+    """
+    # MR images may lack a rescale slope; the values of a CT image without a rescale slope are not in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
     numbers = []
     for file, header in series.items():
@@ -159,9 +173,10 @@ def _read_tags(series: dict) -> np.ndarray:
 
 
 def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read a DICOM series as (values scaled by each slice's slope and intercept, RAS affine).
+    """Read a DICOM series; return its values (X, Y, Z) and its affine matrix (4, 4) in RAS+ coordinates.
 
-    Slices are sorted along their normal (axial slices from foot to head).
+    The values are scaled by the rescale slope and intercept of each slice. Slices are sorted along the normal of the
+    slice plane (axial slices from foot to head). Raises InputError unless the slices form one regular volume.
     """
     from pydicom import dcmread, pixels
 
@@ -185,7 +200,7 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     steps = np.diff(positions, axis=0)
     gaps = np.linalg.norm(steps, axis=1)
     typical = np.argsort(gaps)[(len(gaps) - 1) // 2]
-    # positions are often rounded to 0.01 mm
+    # slice positions are often rounded to 0.01 mm
     wrong = (gaps < 1e-3) | (np.linalg.norm(steps - steps[typical], axis=1) > max(0.01 * gaps[typical], 0.011))
     if wrong.any():
         k = int(wrong.argmax())
@@ -202,5 +217,5 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     affine = np.eye(4)
     step = (positions[-1] - positions[0]) / len(gaps)
     affine[:3] = np.column_stack([axes[0] * width, axes[1] * height, step, positions[0]])
-    # DICOM uses LPS, the affine RAS
+    # DICOM coordinates are LPS and those of the affine matrix RAS+, so the signs of x and y change
     return stack.transpose(2, 1, 0), np.diag([-1, -1, 1, 1]) @ affine
