@@ -1,4 +1,4 @@
-"""Guide 3, X-ray to CT: a cascade of diffusion models reconstructs a CT volume from a frontal and a lateral X-ray.
+"""X-ray to CT: train a cascade of diffusion models to reconstruct a CT volume from a frontal and a lateral X-ray.
 
     python train_accelerate.py --config configs/single_view_config.json                # one GPU, or CPU
     accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train_accelerate.py \\
@@ -9,8 +9,9 @@
     python train_accelerate.py --eval_only --dataset_path other_hospital --split_files train.txt test.txt
     python train_accelerate.py --predict new_xrays                                     # write CT volumes as NIfTI
 
-Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png, described in tasks/cascade/README.md.
-No data yet? `make demo TASK=cascade` trains on synthetic patients.
+Each patient has a CT <id>/<id>.nii.gz, a frontal X-ray <id>/<id>_pa_drr.png and a lateral X-ray <id>/<id>_lat_drr.png;
+see tasks/cascade/README.md. Without data, `make demo TASK=cascade` trains on synthetic patients. The script implements
+the published training guide that README.md lists as guide 3.
 """
 
 import copy
@@ -48,7 +49,13 @@ FLIPS = ("flip_drrs_vertical", "flip_drrs_horizontal")
 
 @dataclass
 class Stage:
-    """One entry of --stage_configs. Fields that are None take the value of their flag."""
+    """Settings of one stage of the cascade: a JSON object of --stage_configs, with missing settings filled in.
+
+    volume_size: number of voxels along x, y and z. voxel_dim, vit_depth, num_heads: width, number of blocks and
+    attention heads of the transformer. physics_weight: weight of the projection loss. batch_size: patients per GPU in a
+    micro-batch. accumulation_steps: micro-batches per optimizer step. effective_batch_size: patients per optimizer step
+    on all GPUs. token_grid: largest number of transformer tokens along x, y or z.
+    """
 
     name: str
     volume_size: list[int]
@@ -87,12 +94,16 @@ class Stage:
 
     @property
     def best_names(self) -> tuple[str, str]:
-        """File names of the best checkpoint: the guide's name and this project's."""
+        """File names of the stage's best checkpoint: the one in the published training guide (guide 3), and best.pt."""
         return f"{self.name}_best.pt", "best.pt"
 
     @property
     def eval_batch(self) -> int:
-        """Patients per forward pass of an evaluation; independent of the world size, as results must be."""
+        """Number of patients per forward pass in evaluations.
+
+        The number depends only on volume_size and not on the number of GPUs, because the results must not depend on the
+        GPUs.
+        """
         return max(1, min(4, 2 * 128**3 // math.prod(self.volume_size)))
 
 
@@ -114,10 +125,14 @@ def json_object(text: str) -> dict:
 
 
 def choose_stages(args: Namespace, given: set[str], in_config: set[str]) -> list[dict]:
-    """Complete the entries of --stage_configs, or the guide's stages if there are none. Raises ArgumentTypeError.
+    """Fill in the settings that --stage_configs omits and return the stages as dicts.
 
-    Precedence: command line, entry, config file, flag's default, guide's stage. Without entries: command line, config
-    file, guide's stage, flag's default.
+    Without --stage_configs, the stages are the three of the published training guide (guide 3). given, in_config: names
+    of the flags that are set on the command line and in the config file. Raises ArgumentTypeError for an invalid stage.
+
+    Precedence with --stage_configs, highest first: flag on the command line, the stage's JSON object, flag in the
+    config file, default value of the flag, the guide's stage. Without --stage_configs: flag on the command line, flag
+    in the config file, the guide's stage, default value of the flag.
     """
     guide = [asdict(stage) for stage in GUIDE]
     entries, first = args.stage_configs, given
@@ -230,7 +245,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args.stage_configs = choose_stages(args, parser.given(argv), in_config)
     except ArgumentTypeError as error:
         parser.error(f"--stage_configs: {error}")
-    # the last stage's values, for tools that try one step; training uses each stage's own
+    # set the batch flags to the last stage's settings, for tools that run a single training step; training itself uses
+    # each stage's own settings
     args.batch_size, args.gradient_accumulation_steps, args.effective_batch_size = (
         args.stage_configs[-1][name] for name in ("batch_size", "accumulation_steps", "effective_batch_size")
     )
@@ -288,7 +304,7 @@ def zeroed(layer: nn.Module) -> nn.Module:
 
 
 def sinusoid(values: Tensor, dim: int) -> Tensor:
-    """Sinusoidal embedding (B, dim) of 1000 * values; values: (B,) in 0..1 (Vaswani et al. 2017)."""
+    """Return sinusoidal embeddings (B, dim) of 1000 * values (Vaswani et al. 2017). values: (B,) in 0..1."""
     frequencies = torch.exp(torch.arange(dim // 2, device=values.device) * (-math.log(10000.0) / (dim // 2)))
     angles = 1000.0 * values.float()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], 1)
@@ -299,21 +315,27 @@ def tokens_of(grid: Tensor) -> Tensor:
 
 
 def fold(x: Tensor) -> Tensor:
-    """Space to depth, (B, C, X, Y, Z) -> (B, 8 C, X/2, Y/2, Z/2): the voxels of each 2^3 cell become channels."""
+    """Move the voxels of each 2 x 2 x 2 cell to channels: (B, C, X, Y, Z) -> (B, 8 C, X/2, Y/2, Z/2)."""
     b, c, *size = x.shape
     cells = x.reshape(b, c, *(part for side in size for part in (side // 2, 2)))
     return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
 
 
 def unfold(x: Tensor) -> Tensor:
-    """Inverse of fold(), depth to space: (B, 8, X/2, Y/2, Z/2) -> (B, 1, X, Y, Z)."""
+    """Invert fold(): move 8 channels to the voxels of 2 x 2 x 2 cells.
+
+    x: (B, 8, X, Y, Z). Returns (B, 1, 2 X, 2 Y, 2 Z).
+    """
     b, _, *size = x.shape
     cells = x.reshape(b, 1, 2, 2, 2, *size).permute(0, 1, 5, 2, 6, 3, 7, 4)
     return cells.reshape(b, 1, *(2 * side for side in size))
 
 
 class XrayEncoder(nn.Module):
-    """X-rays (B, views, H, W) -> features (B, views, dim, H/8, W/8); views differ only by an embedding."""
+    """Convolutional network that encodes X-rays (B, views, H, W) as features (B, views, dim, H/8, W/8).
+
+    All views share its layers; a learned embedding of the view is added to the features.
+    """
 
     def __init__(self, views: int, dim: int):
         super().__init__()
@@ -329,7 +351,10 @@ class XrayEncoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention to the X-ray tokens and an MLP, each with AdaLN-Zero (Peebles & Xie 2023)."""
+    """Transformer block: self-attention, cross-attention to X-ray tokens and an MLP.
+
+    Each of the three parts is conditioned by AdaLN-Zero (Peebles & Xie 2023).
+    """
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -370,10 +395,12 @@ class ConvBlock(nn.Module):
 
 
 class StageInput(NamedTuple):
-    """What a stage derives from the X-rays and the previous stage, without its own network.
+    """Inputs of a stage's network, computed from the X-rays and the volume of the previous stage.
 
-    start: volume to which the network adds the residual; linear: linear posterior; both (B, 1, X, Y, Z). level (B,):
-    standard deviation of the noise in the start.
+    start (B, 1, X, Y, Z): the volume that this stage refines, by adding the residual that the network predicts. linear
+    (B, 1, X, Y, Z): prediction of the linear posterior, a ridge regression from X-rays to volumes. level (B,): standard
+    deviation of the noise that was added to the previous stage's volume; 0 in the first stage. rays: the X-rays as sums
+    of voxel values along rays.
     """
 
     start: Tensor
@@ -383,17 +410,22 @@ class StageInput(NamedTuple):
 
 
 class StageNet(nn.Module):
-    """The network of one stage: predicts v at full resolution from the noisy residual, the X-rays and a StageInput.
+    """Network of one stage, which predicts the velocity v of a diffusion model (Salimans & Ho 2022).
 
-    The voxels of each 2^3 cell become channels, because layers at full resolution would cost most of the memory and
-    time. A convolutional U-Net surrounds the transformer, because tokens alone cannot represent the predicted noise.
+    The diffused quantity is the residual, the scaled difference between the true volume and the stage's start volume.
+    The inputs are the noisy residual, the diffusion time, the X-rays and a StageInput.
+
+    The voxels of each 2 x 2 x 2 cell become channels, because layers at full resolution would take most of the memory
+    and time. A convolutional U-Net surrounds the transformer, because the transformer's tokens are too coarse to
+    represent noise that differs from voxel to voxel.
     """
 
     def __init__(self, stage: Stage, args: Namespace):
         super().__init__()
         self.size, dim = tuple(stage.volume_size), stage.voxel_dim
         self.checkpointing = args.gradient_checkpointing
-        # numbers of channels, multiples of 8 in the guide's stages as tensor cores need
+        # channels at each resolution of the U-Net; in the default stages they are multiples of 8, as tensor cores
+        # require
         widths = [min(dim, max(16, dim // 16) * 2**k) for k in range(stage.halvings)]
         pairs = list(pairwise(widths))
         self.grid = tuple(side // 2**stage.halvings for side in self.size)
@@ -423,7 +455,10 @@ class StageNet(nn.Module):
         return module(*inputs)
 
     def forward(self, noisy: Tensor, time: Tensor, xrays: Tensor, given: StageInput) -> Tensor:
-        """Predict v (B, 1, X, Y, Z) in fp32. noisy: (B, 1, X, Y, Z); time: (B,) in 0..1; xrays: (B, views, H, W)."""
+        """Predict the velocity v (B, 1, X, Y, Z) in fp32 from the noisy residual `noisy` (B, 1, X, Y, Z).
+
+        time: diffusion time (B,) in 0..1. xrays: (B, views, H, W). given: the network's other inputs.
+        """
         views = range(xrays.shape[1])
         features = self.checkpointed(self.encoder, xrays)
         pooled = resize(features.flatten(0, 1), (self.token_grid,) * 2).to(features.dtype)
@@ -455,23 +490,28 @@ class StageNet(nn.Module):
 
 # --- diffusion --------------------------------------------------------------------------------------------------------
 
-# share of training draws at the last timestep, which trains the one-step answer
+# fraction of training samples at the last timestep, where the network learns to predict the volume in one step
 LAST_SHARE = 0.5
-# noise that hides errors of the previous stage's volume: maximum in training, level in sampling
+# standard deviation of the noise that hides errors of the previous stage's volume: maximum in training, value in
+# sampling
 PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
-# noise levels per validation patient
+# number of noise levels at which each validation patient is evaluated
 LOSS_DRAWS = 4
 CT_MEAN, CT_STD = -0.75, 0.25
 
 
 def hashed_normal(shape: tuple, seeds: Tensor, stream: int | Tensor) -> Tensor:
-    """Gaussian noise (B, *shape[1:]), a function of each sample's seed, the stream (an int or (B,)) and the position.
+    """Return Gaussian noise (B, *shape[1:]) that is the same on any device, except for the last bit of a logarithm.
 
-    CUDA's generator depends on the GPU's number of multiprocessors. A counter hashed by splitmix64 (Steele et al. 2014)
-    and Box-Muller give the same noise on any device, except for the last bit of a logarithm.
+    Each value is a function of the sample's seed, the stream number and the value's position. seeds: (B,), integers.
+    stream: number that tells apart noise for different purposes, an int or (B,).
+
+    A counter is hashed by splitmix64 (Steele et al. 2014) and converted by the Box-Muller transform. torch's generator
+    is not used, because its output on CUDA depends on the GPU's number of multiprocessors.
     """
     count = math.prod(shape[1:])
-    # int64 overflow wraps around, and the masks make the right shifts logical
+    # the hash relies on int64 overflow, which wraps around; the masks in _mix() turn arithmetic right shifts into
+    # logical ones
     start = _mix(_mix(seeds) + stream)
     k = _mix(torch.arange((count + 1) // 2, device=seeds.device) * -7046029254386353131 + start[:, None])
     radius = (-2 * (((k & 0xFFFFFF).float() + 1) / 16777217).log()).sqrt()
@@ -486,25 +526,31 @@ def _mix(k: Tensor) -> Tensor:
 
 
 class Cascade(nn.Module):
-    """The stages up to the one being trained, and their diffusion process.
+    """Networks of all stages up to the one in training, with their diffusion process.
 
-    The diffused quantity is the residual (true volume - start) / std. The first stage starts from the linear posterior
-    of the training patients, each later stage from the previous stage's volume on a finer grid; by default starts are
-    corrected to agree with the X-rays. With v-parameterization, the network gets zeros at the last timestep instead of
-    almost pure noise and learns to answer with the mean of all possible volumes, which has the best PSNR.
+    net: the network in training. averaged: the EMA copy of each stage's network.
+
+    Each stage refines a start volume by generating the residual (true volume - start volume) / std, where std is the
+    root mean square error of the stage's start volumes. The first stage starts from the linear posterior, a ridge
+    regression from X-rays to volumes. Each later stage starts from the previous stage's volume, resampled to the later
+    stage's voxel grid. By default, start volumes are corrected to agree with the X-rays.
+
+    With v-prediction, the network gets zeros at the last timestep instead of an input that is almost pure noise. At
+    this timestep the network learns to predict the mean of all volumes that are possible for the X-rays, which has the
+    highest expected PSNR.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
         super().__init__()
         self.args, self.device, self.precision = args, device, precision
         self.stages = [Stage(**stage) for stage in args.stage_configs]
-        # stds: root mean square error of each stage's start
+        # stds: root mean square error of each stage's start volumes
         self.greys, self.variance, self.stds = prior.greys, prior.variance, stds
         self.priors = [prior.to(device, stage.volume_size) for stage in self.stages]
         self.net: StageNet | None = None
         self.averaged = nn.ModuleList()
-        # cosine schedule (Nichol & Dhariwal 2021, s = .008); sampling reads it on the host, because all patients share
-        # a timestep there
+        # cosine noise schedule (Nichol & Dhariwal 2021, s = .008) as Python lists for sampling, where all patients of a
+        # batch are at the same timestep, and as tensors for training, where their timesteps differ
         angles = [(t / args.num_timesteps + 0.008) / 1.008 * math.pi / 2 for t in range(args.num_timesteps)]
         self.host_signal = [math.cos(angle) / math.cos(angles[0]) for angle in angles]
         self.host_noise = [math.sqrt(1 - signal**2) for signal in self.host_signal]
@@ -514,7 +560,10 @@ class Cascade(nn.Module):
         self.last = args.num_timesteps - 1
 
     def add_stage(self) -> None:
-        """Add a stage with the same random weights on every rank and the previous stage's X-ray encoder."""
+        """Add the next stage's network, initialized with the same random weights on every rank.
+
+        The X-ray encoder of a later stage is initialized with the EMA weights of the previous stage's encoder.
+        """
         k = len(self.averaged)
         torch.manual_seed((self.args.seed * 1000003 + k) % 2**63)
         self.net = StageNet(self.stages[k], self.args).to(self.device)
@@ -524,7 +573,7 @@ class Cascade(nn.Module):
 
     @torch.no_grad()
     def average(self, steps: int) -> None:
-        """Update the EMA weights. steps: optimizer steps of this stage so far."""
+        """Update the EMA weights of the stage in training. steps: number of optimizer steps in this stage so far."""
         decay = min(self.args.ema_decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_(list(self.averaged[-1].parameters()), list(self.net.parameters()), 1 - decay)
 
@@ -538,7 +587,12 @@ class Cascade(nn.Module):
     def stage_input(
         self, k: int, batch: dict, level: Tensor, stream: int | Tensor, previous: Tensor | None = None
     ) -> StageInput:
-        """Compute stage k's input, with noise of a level (B,) from a stream added to the previous stage's volume."""
+        """Compute the StageInput of stage k: the start volume, which the stage refines, and related network inputs.
+
+        level (B,): standard deviation of the noise to add to the previous stage's volume. stream: number of the random
+        stream for this noise, an int or (B,). previous: the previous stage's volume (B, 1, X, Y, Z). If it is None, the
+        previous stages run with one denoising step each.
+        """
         size = self.stages[k].volume_size
         if k and previous is None:
             previous = self.sample(batch, k, one_step=True)[-1]
@@ -558,7 +612,11 @@ class Cascade(nn.Module):
         return [table[timestep][:, None, None, None, None] for table in (self.signal, self.noise)]
 
     def denoise(self, k: int, net: nn.Module, noisy: Tensor, timestep: Tensor, batch: dict, given: StageInput) -> tuple:
-        """Return v and the clean volume, both (B, 1, X, Y, Z) fp32, for a noisy residual at timesteps (B,)."""
+        """Denoise a residual: return the velocity v and the clean volume, both (B, 1, X, Y, Z) in fp32.
+
+        noisy: the noisy residual (B, 1, X, Y, Z). timestep: (B,). net: stage k's network. given: the network's other
+        inputs, from stage_input().
+        """
         if self.args.v_parameterization:
             noisy = noisy * (timestep != self.last)[:, None, None, None, None]
         with autocast(self.device, self.precision):
@@ -570,9 +628,11 @@ class Cascade(nn.Module):
     def sample(
         self, batch: dict, stages: int | None = None, number: int | Tensor = 0, one_step: bool = False
     ) -> list[Tensor]:
-        """Sample the volumes (B, 1, X, Y, Z) of the first `stages` stages, or of all, by DDIM (Song et al. 2021).
+        """Sample volumes by DDIM (Song et al. 2021); return a list with one tensor (B, 1, X, Y, Z) per stage.
 
-        number: index of the sample, an int or (B,); together with the patient it determines the result.
+        stages: run only the first `stages` stages; None: run all. number: index of the sample, an int or (B,); the
+        noise depends only on this index, the stage and the patient's seed. one_step: use a single denoising step per
+        stage.
         """
         volumes: list[Tensor] = []
         every = self.args.num_timesteps // self.args.ddim_steps
@@ -589,7 +649,8 @@ class Cascade(nn.Module):
                 _, clean = self.denoise(k, net, noisy, torch.full_like(batch["seed"], t), batch, given)
                 clean = clean.clamp(-1, 1)
                 if self.args.xray_agreement:
-                    # trust the estimate more as noise decreases, but correct the final volume fully
+                    # correct the clean volume less as the noise decreases and the volume gets more reliable, but
+                    # correct the final volume fully
                     variance = (1 if final else self.host_noise[t]) * self.stds[k] ** 2
                     clean = make_consistent(clean, given.rays, variance, corrections=4 if final else 2)
                 if not final:
@@ -604,7 +665,11 @@ class Cascade(nn.Module):
 
 
 def projection_error(volume: Tensor, batch: dict, greys: list[Grey]) -> Tensor:
-    """Mean square difference (B, views) in grey values between a volume's projections and the X-rays."""
+    """Return the mean squared difference (B, views) in grey value between a volume's projections and the X-rays.
+
+    volume: (B, 1, X, Y, Z) in -1..1. The X-rays are resized to the volume's resolution, with grey values in -1..1.
+    greys: relation of grey values to line integrals in each view.
+    """
     errors = []
     for view, grey in enumerate(greys):
         image = grey.slope * project(volume, batch["extent"], view) + grey.offset
@@ -617,11 +682,16 @@ def volume_of(batch: dict) -> Tensor:
 
 
 def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor | None = None) -> tuple:
-    """Diffusion loss and physics loss of each patient for the current stage, both (B,) fp32.
+    """Return the diffusion loss and the physics loss of each patient for the stage in training, both (B,) fp32.
 
-    The diffusion loss is the mean square error of v, or of the noise. The physics loss is the projection error of the
-    implied clean volume, weighted by alpha_bar(t), because at high noise this volume is a guess. draw (B,): in
-    validation, the number of the noise level, from 0 to LOSS_DRAWS - 1; levels are spread evenly over the patients.
+    The diffusion loss is the mean squared error of the predicted velocity v, or of the noise with
+    --no-v_parameterization. The physics loss is the projection error of the clean volume that the prediction implies.
+    It is weighted by alpha_bar(t), the squared signal scale at timestep t, because the clean volume is only a guess at
+    high noise.
+
+    draw (B,): None in training, where timesteps are random. In validation, index of the noise level to evaluate, from 0
+    to LOSS_DRAWS - 1; the timestep for an index differs between patients, so that all patients together cover the
+    timesteps evenly.
     """
     args, k, last = cascade.args, cascade.current, cascade.last
     if draw is None:
@@ -643,11 +713,12 @@ def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor |
     residual = (volume_of(batch) - given.start) / cascade.stds[k]
     v, clean = cascade.denoise(k, net, signal * residual + sigma * noise, timestep, batch, given)
     if args.v_parameterization:
-        # at the last timestep the network sees zeros, so it cannot predict the noise
+        # the network gets zeros at the last timestep and cannot predict the noise there, so remove the noise from its
+        # target
         noise = noise * (timestep != last)[:, None, None, None, None]
     square = (v - (signal * noise - sigma * residual)).square().mean((1, 2, 3, 4))
     alpha_bar = signal.flatten().square()
-    # for noise prediction, convert the error of v to an error of the noise
+    # with noise prediction, convert the squared error of v to the squared error of the noise
     diffusion = square if args.v_parameterization else alpha_bar * square
     return diffusion, alpha_bar * projection_error(clean, batch, cascade.greys).mean(1)
 
@@ -658,14 +729,21 @@ TISSUES = {"lung": (-950, -500), "soft": (-200, 200), "bone": (200, 3000)}
 
 
 def eval_batches(run: Run, dataset: XrayCtDataset | Subset, cascade: Cascade) -> Iterator[dict]:
-    """All ranks: batches of a data set on the current stage's grid."""
+    """Yield this rank's batches of a data set for evaluation, on the rank's device.
+
+    Call on all ranks, which share the patients. The batch size suits the voxel grid of the stage in training.
+    """
     args, size = cascade.args, cascade.stages[cascade.current].eval_batch
     workers = 0 if args.cache_in_memory else args.num_workers
     return run.batches(du.create_distributed_dataloader(dataset, size, train=False, num_workers=workers))
 
 
 def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
-    """Repeat a batch: yield (batch, repetition number of each sample), two repetitions at a time for speed on a CPU."""
+    """Yield `times` copies of a batch, two concatenated at a time, together with the copy numbers.
+
+    The copy numbers (0 to times - 1) are a tensor with one entry for each patient in the concatenated copies. Two
+    copies at a time are faster on a CPU than one. Values that are not tensors are dropped.
+    """
     size = len(batch["seed"])
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     for numbers in torch.arange(times, device=batch["seed"].device).split(2):
@@ -681,7 +759,11 @@ def draw_samples(cascade: Cascade, batch: dict) -> Tensor:
 
 @torch.no_grad()
 def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> dict[str, float]:
-    """All ranks: return val/loss and its parts for the current stage, at fixed noise. Raises RunError if non-finite."""
+    """Return the validation losses val/loss, val/diffusion_loss and val/physics_loss of the stage in training.
+
+    The losses are those of the EMA weights. Call on all ranks, which share the patients. All evaluations use the same
+    noise. Raises RunError if the loss is not finite.
+    """
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
     for batch in eval_batches(run, dataset, cascade):
         parts = repeated(batch, LOSS_DRAWS)
@@ -697,7 +779,11 @@ def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> dict[str, fl
 
 @torch.no_grad()
 def start_error(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """All ranks: root mean square error of the current stage's start over at most 64 training patients."""
+    """Return the root mean square error of the current stage's start volumes, in volume units (-1..1); at least 0.005.
+
+    The start volume is the one that the stage refines. The error is measured on at most 64 training patients. Call on
+    all ranks, which share the patients.
+    """
     few = Subset(dataset, range(min(64, len(dataset))))
     total = torch.zeros(1, dtype=torch.float64)
     for batch in eval_batches(run, few, cascade):
@@ -717,18 +803,20 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
     found["mae_hu"] = hu.mean((1, 2, 3, 4))
     for name, (low, high) in TISSUES.items():
         inside = (batch["volume"][:, None] >= low) & (batch["volume"][:, None] < high)
-        # NaN if the patient has no such tissue
+        # NaN if the patient has no voxels of this tissue
         found[f"{name}_hu"] = (hu * inside).sum((1, 2, 3, 4)) / inside.sum((1, 2, 3, 4))
     for name, error, grey in zip(VIEWS, projection_error(volume, batch, greys).T, greys, strict=False):
-        # convert grey values to line integrals
+        # convert the error from grey values to line integrals
         found[f"rays_{name}"] = error.sqrt() / abs(grey.slope)
     return found
 
 
 def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """Error of the samples' mean in standard deviations, and a mask of the body, both (B, 1, X, Y, Z).
+    """Return the absolute z-score of each voxel and a mask of the voxels in the body, both (B, 1, X, Y, Z).
 
-    samples: (K, B, 1, X, Y, Z). The factor sqrt(1 + 1/K) accounts for the uncertainty of their mean.
+    samples: (K, B, 1, X, Y, Z), K sampled volumes per patient. true: (B, 1, X, Y, Z). The z-score is the error of the
+    mean of the K volumes, divided by sqrt(1 + 1/K) times their standard deviation. The factor sqrt(1 + 1/K) accounts
+    for the uncertainty of the mean.
     """
     deviation = math.sqrt(1 + 1 / len(samples)) * samples.std(0)
     return (samples.mean(0) - true).abs() / deviation.clamp(min=1e-6), true > normalise(torch.tensor(-900.0))
@@ -736,9 +824,12 @@ def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """All ranks: half width, in standard deviations, of the interval around the samples' mean that holds 90 % of the
-    validation patients' body voxels."""
-    # histogram with bins of 0.01, because integer counts sum exactly over the ranks
+    """Return the half width, in standard deviations, of an interval that contains 90 % of the true body voxels.
+
+    The interval is centred on the mean of the sampled volumes; the standard deviations are those of z_scores(). The
+    half width is determined on the validation patients. Call on all ranks, which share the patients.
+    """
+    # histogram of z-scores with bins of 0.01, because sums of integer counts over the ranks are exact
     counts = torch.zeros(10_000, dtype=torch.int64)
     for batch in eval_batches(run, dataset, cascade):
         z, body = z_scores(draw_samples(cascade, batch), volume_of(batch))
@@ -750,9 +841,11 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float
 
 @torch.no_grad()
 def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -> tuple[dict, Tensor | None]:
-    """Reconstruct a batch by the cascade and by baselines that need no trained network.
+    """Reconstruct the CTs of a batch by the cascade and by baselines that need no trained network.
 
-    Returns {row of the table: volumes (B, 1, X, Y, Z)} and the samples (K, B, 1, X, Y, Z), if any.
+    prior_rays (N, P): mean voxel values along the rays of N training patients, to find the one with the most similar
+    X-rays. Returns {row label of the test table: volumes (B, 1, X, Y, Z)} and a tensor of K sampled volumes per patient
+    (K, B, 1, X, Y, Z), which is None with --regression. Raises InputError if a training patient's CT cannot be read.
     """
     args, prior, samples = cascade.args, cascade.priors[cascade.current], None
     size = cascade.stages[cascade.current].volume_size
@@ -787,7 +880,10 @@ def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -
 
 @torch.no_grad()
 def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
-    """All ranks: evaluate the test patients, print the table and draw the figure."""
+    """Evaluate the test patients, print the table of scores, draw the figure, and return {metric name: value}.
+
+    Call on all ranks, which share the patients. Raises InputError if a patient's files cannot be used.
+    """
     args, size = cascade.args, cascade.stages[cascade.current].volume_size
     metrics, results, example, error = {}, {}, None, None
     if args.num_samples > 1:
@@ -799,7 +895,8 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
         try:
             rows, samples = reconstruct(cascade, batch, data, prior_rays)
         except InputError as reason:
-            # raise the error after the loop, where the other ranks wait
+            # raise the error after the loop: if this rank left the loop early, the other ranks would wait for this rank
+            # at its end
             error = error or reason
             continue
         found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
@@ -830,9 +927,10 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
 
 @torch.no_grad()
 def predict(cascade: Cascade, run: Run, extent: list[float]) -> None:
-    """All ranks: write each patient's CT as NIfTI in HU to predictions/ in the run folder.
+    """Reconstruct the CTs of the patients in the --predict folder and write them as NIfTI, in HU.
 
-    extent: the training patients' mean field of view in mm, because X-rays do not show it.
+    The files go to predictions/ in the run folder. Call on all ranks, which share the patients. extent: field of view
+    (3,) of the CTs in mm, the mean over the training patients, because X-rays do not show the field of view.
     """
     args, out = cascade.args, run.folder / "predictions"
     checkpoint.make_folder(out)
@@ -858,7 +956,7 @@ def predict(cascade: Cascade, run: Run, extent: list[float]) -> None:
     du.print_main(f"volumes of {len(patients)} patient{'s' * (len(patients) > 1)}, {size} voxels each, in {out}")
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- training run -----------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(cascade: Cascade, args: Namespace) -> torch.optim.Optimizer:
@@ -868,7 +966,7 @@ def make_optimizer(cascade: Cascade, args: Namespace) -> torch.optim.Optimizer:
 def build_model(args: Namespace, precision: str, device: torch.device) -> Cascade:
     grid = [min(PRIOR_SIDE, side) for side in args.stage_configs[-1]["volume_size"]]
     rays = sum((grid[0], grid[1])[: args.num_views]) * grid[2]
-    # mean, basis, centre and gain
+    # shapes of the linear posterior's tensors: mean, basis, centre and gain
     shapes = (1, 1, *grid), (PRIOR_RANK, *grid), (rays,), (PRIOR_RANK, rays)
     greys = [Grey(0.2, -1.0, 0.02)] * args.num_views
     prior = Prior(grid, greys, 1.0, 0.01, 0.01, *map(torch.ones, shapes))
@@ -891,7 +989,8 @@ def trial_step(cascade: Cascade, batch: dict, args: Namespace) -> None:
     sum(losses).mean().backward()
 
 
-# guide 3's scheduler: the learning rate's factor, the lowest val/loss, and evaluations in a row without a lower one
+# initial state of the --lr_schedule plateau scheduler: factor applied to the learning rate, lowest val/loss so far, and
+# number of consecutive evaluations without a lower val/loss
 PLATEAU = {"factor": 1.0, "best": math.inf, "waiting": 0}
 
 
@@ -905,7 +1004,10 @@ def update_plateau(plateau: dict, loss: float) -> None:
 
 
 def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPlan, DataLoader]:
-    """All ranks: add the next stage and set up its training."""
+    """Add the next stage to the cascade; return its training engine (model and optimizer), batch plan and data loader.
+
+    Call on all ranks.
+    """
     cascade.add_stage()
     args, stage = cascade.args, cascade.stages[cascade.current]
     dataset = XrayCtDataset(data, "train", stage.volume_size)
@@ -920,7 +1022,8 @@ def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPl
     loader = du.create_distributed_dataloader(
         dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
-    # nothing is frozen: checkpoints must include the EMA weights, which require no gradients
+    # pass an empty `frozen`: by default, checkpoints omit parameters that require no gradients, and the EMA weights are
+    # such parameters
     options = {"saved": run.checkpoint, "frozen": set()}
     optimizer = make_optimizer(cascade, args)
     engine = make_engine(cascade, optimizer, cascade.precision, args, cascade.device, **options)
@@ -928,9 +1031,10 @@ def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPl
 
 
 def train(run: Run, args: Namespace, precision: str, described: str) -> int:
-    """Train the stages one after another, then test. Returns the exit code of a stop signal, or 0.
+    """Train the stages one after another, then test. Return the exit code for a stop signal, or 0 after a complete run.
 
-    Steps and epochs count across stages, so the epoch identifies the stage. Each stage has its own best score.
+    Steps and epochs are numbered consecutively across stages, so that the epoch determines the stage. The best
+    validation score is tracked separately for each stage.
     """
     saved = run.checkpoint or {"stage": 0, "plateau": PLATEAU}
     first, last_epochs = saved["stage"], [*accumulate(stage["num_epochs"] for stage in args.stage_configs)]
@@ -940,7 +1044,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     if args.rival_run:
         with du.agree_on_errors():
             report.read_rival(Path(args.rival_run), data.digest, [])
-    # the prior is recomputed on resume, because checkpoints contain no data of single patients
+    # fit the linear posterior again when a run resumes, because checkpoints do not store data of individual patients
     prior = data.learn_prior()
     cascade = Cascade(args, run.ranks.device, precision, prior, saved.get("stds", [math.sqrt(prior.error)]))
     stages, plateau = cascade.stages, dict(saved["plateau"])
@@ -995,7 +1099,8 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
                 if training.stopped:
                     return training.save_and_stop()
                 metrics = evaluate(cascade, val, run)
-                # an evaluation caused only by --max_steps must not count: the uninterrupted run lacks it
+                # ignore an evaluation that takes place only because --max_steps ends the run: an uninterrupted run
+                # would not have it
                 if training.epoch_over or training.evaluation_due:
                     update_plateau(plateau, metrics["val/loss"])
                 training.record(metrics, headline="val/loss", lower=True)
@@ -1004,21 +1109,21 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
             if training.is_over():
                 break
         results = test(cascade, data, run)
-        # export only the EMA weights
+        # drop the network in training, so that only the EMA weights are exported
         cascade.net = None
         training.finish(results)
     return 0
 
 
 def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[dict]:
-    """Return the stages of a new run, or those of the checkpoint.
+    """Return the settings of all stages, as dicts: from the flags for a new run, or else from the checkpoint.
 
-    Unfinished stages take their epochs and loss weights from the flags. Raises InputError if other flags contradict the
-    checkpoint.
+    saved: the checkpoint, or None for a new run. In a resumed run, --num_epochs and --physics_weight still apply to
+    stages that are not finished. Raises InputError if --effective_batch_size contradicts the checkpoint.
     """
     stages = []
     if saved is None:
-        # the global batch size is fixed for the run, also when it resumes on another number of GPUs
+        # fix the global batch size for the whole run, even if the run resumes on a different number of GPUs
         for stage in args.stage_configs:
             size = stage["batch_size"] * stage["accumulation_steps"] * world_size
             stages.append(stage | {"effective_batch_size": stage["effective_batch_size"] or size})
@@ -1043,7 +1148,8 @@ def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[
 def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
     saved = run.checkpoint
     if args.predict:
-        # without a flag, assume that the X-rays are stored like those used in training
+        # for each --flip_drrs_* flag that is not set, use the setting from training, assuming that X-rays are stored
+        # the same way
         flips = {name: value for name, value in zip(FLIPS, saved["flips"], strict=True) if getattr(args, name) is None}
         args = with_flags(args, **flips)
     cascade = Cascade(args, run.ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])

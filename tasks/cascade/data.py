@@ -1,8 +1,9 @@
-"""Patients of guide 3: their files, checks of the contents, the split, the cache of decoded files, the data set.
+"""Find, check, split, cache and load the CTs and X-rays of patients for train_accelerate.py.
 
-A data folder has one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal)
-and <id>_lat_drr.png (or _lat, _lateral; DICOM, .npy, ...). The sub-folders are optional. A CT may also be a folder of
-DICOM slices.
+A data folder has one sub-folder per patient, named <id>. It contains the CT as <id>.nii.gz (or .nii, .npy; in HU), the
+frontal X-ray as <id>_pa_drr.png (or <id>_pa.png, <id>_frontal.png) and the lateral X-ray as <id>_lat_drr.png (or
+<id>_lat.png, <id>_lateral.png). X-rays may also be JPEG, DICOM or .npy files, and a CT may be a folder of DICOM slices.
+Without sub-folders, the files lie in the data folder itself.
 """
 
 import functools
@@ -60,7 +61,11 @@ class Patient(NamedTuple):
 
 
 def list_files(root: Path) -> dict[str, dict]:
-    """Find a data folder's files: {id: {"ct": Path, 0: frontal, 1: lateral}}. Raises InputError for duplicates."""
+    """Return {patient id: {"ct": path, 0: path of the frontal X-ray, 1: path of the lateral X-ray}} for a data folder.
+
+    Missing files have no key. Raises InputError if the folder does not exist, has DICOM slices that belong to no
+    patient, or has two CTs, or two X-rays of one view, for the same patient.
+    """
     if not root.is_dir():
         raise InputError(
             f"{root}: no such folder; give --dataset_path. None? `make demo TASK=cascade` makes some up and trains; "
@@ -80,7 +85,7 @@ def list_files(root: Path) -> dict[str, dict]:
             kind, path = "ct", path.parent
         else:
             continue
-        # a sub-folder is one patient, whatever the names of its files
+        # all files in a sub-folder belong to the patient that the sub-folder is named after, whatever the files' names
         name = match["id"] if match and path.parent == root else path.relative_to(root).parts[0]
         files = found.setdefault(name, {})
         if files.setdefault(kind, path) != path:
@@ -90,7 +95,11 @@ def list_files(root: Path) -> dict[str, dict]:
 
 
 def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
-    """List a data folder's patients. Raises InputError that names all missing files."""
+    """List the patients in a data folder.
+
+    Raises an InputError that lists all missing X-rays and, if `need_ct` is set, all missing CTs. A folder without
+    patients also raises InputError.
+    """
     patients, problems = [], []
     for name, files in list_files(root).items():
         if need_ct and "ct" not in files:
@@ -107,7 +116,13 @@ def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Pati
 
 
 def split_patients(patients: list[Patient], seed: int, files: list[str] | None) -> dict[str, list[int]]:
-    """Split the indices of patients into "train", "val" and "test", by lists of ids in `files` or else 80/10/10."""
+    """Split the patients: return {"train": ..., "val": ..., "test": ...}, each a list of indices into `patients`.
+
+    files: paths of text files with patient ids, either three (training, validation, test) or two (training, test), in
+    which case a random tenth of the training patients is used for validation. If `files` is None or empty, the split is
+    random, with shares of 80/10/10 %. `seed` determines the random choices. Raises InputError for an unusable file, or
+    if there are too few patients.
+    """
     index_of = {patient.id: index for index, patient in enumerate(patients)}
     parts = [list(range(len(patients)))]
     if files:
@@ -142,7 +157,11 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
 
 
 def read_ct(path: Path) -> Volume:
-    """Read a CT in RAS+ order; a .npy file has 1 mm voxels. Raises InputError, also if the values are not HU."""
+    """Read a CT from a NIfTI file, a .npy file or a folder of DICOM slices, with its axes reoriented to RAS+.
+
+    A .npy array is assumed to be in RAS+ orientation already, with voxels of 1 mm. Raises InputError if the CT is
+    unreadable, is not a 3D volume or is not in HU.
+    """
     try:
         is_npy = path.suffix == ".npy"
         volume = Volume(np.load(path).astype(np.float32), np.eye(4), "RAS") if is_npy else read_volume(path)
@@ -157,10 +176,12 @@ def read_ct(path: Path) -> Volume:
 
 
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
-    """Read an X-ray as (size, size) float32 in -1..1, upright and not mirrored. Raises InputError.
+    """Read an X-ray as (size, size) float32 in -1..1, with the head at the top. Raises InputError if it is unusable.
 
-    Floats must be in 0..1 or -1..1. Other values are divided by the maximum of 8, 10, 12, 14 or 16 bits, not by the
-    image's own range, so that a line integral has the same grey value in all patients.
+    upside_down, mirrored: whether the file stores the X-ray flipped; if so, the flip is undone. Floating-point pixel
+    values up to 1 are taken to span 0..1, or -1..1 if any of them is negative. All other pixel values are divided by
+    the largest value of their bit depth (8, 10, 12, 14 or 16 bits, inferred from the image's maximum), not by the
+    maximum itself, so that a grey value means the same attenuation in all patients.
     """
     try:
         if path.suffix == ".npy":
@@ -187,13 +208,17 @@ def is_mirrored(view: int, flag: str) -> bool:
 
 
 def make_drrs(root: Path) -> int:
-    """All ranks: render the missing X-rays of every CT below root and return their number. Raises InputError."""
+    """Render X-rays that are missing in data folder `root` by projecting the CTs; return the number of X-rays rendered.
+
+    Call on all ranks, which share the rendering; every rank returns the total. Raises InputError for an unusable CT.
+    """
     from PIL import Image
 
     rank, world_size = du.world()
     jobs = []
     with du.agree_on_errors():
-        # only rank 0 looks for missing images, because the other ranks could find unfinished ones
+        # only rank 0 lists the missing images: a slower rank would not list those that other ranks have already
+        # rendered
         if rank == 0:
             for name, files in list_files(root).items():
                 jobs += [(name, files["ct"], view) for view in (0, 1) if "ct" in files and view not in files]
@@ -207,12 +232,16 @@ def make_drrs(root: Path) -> int:
     return len(jobs)
 
 
-# --- all patients of a run --------------------------------------------------------------------------------------------
+# --- data of a run ----------------------------------------------------------------------------------------------------
 
 
 class Data:
     def __init__(self, args: Namespace, sizes: list[list[int]]):
-        """All ranks: find, check and cache all patients' files. sizes: the stages' grids. Raises InputError."""
+        """Find, check and split the patients of --dataset_path and cache their decoded files.
+
+        Call on all ranks, which share the reading of the files. sizes: the voxel grid (X, Y, Z) of each stage of the
+        cascade. Raises InputError on all ranks if files are missing or unusable, or if X-rays do not match their CTs.
+        """
         self.args = args
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
         self.sizes = {tuple(size) for size in (*sizes, self.prior_size)}
@@ -233,10 +262,11 @@ class Data:
         self.extent = extents[train].mean(0).tolist()
 
     def survey(self) -> tuple[np.ndarray, ...]:
-        """All ranks: read every patient. Raises InputError that lists all unusable files.
+        """Read the files of all patients and cache them on disk. Call on all ranks, which share the patients.
 
-        Returns line integrals and images, both (patients, views, CHECK_SIDE, CHECK_SIDE), extents (patients, 3) and
-        summaries (patients, 6).
+        Returns four arrays with an entry for every patient: line integrals through the CT, the X-rays at the same size,
+        both (patients, views, CHECK_SIDE, CHECK_SIDE), the CT's field of view in mm (patients, 3), and Volume.summary()
+        of the CT (patients, 6). Raises an InputError that lists all patients with unusable files.
         """
         rank, world_size = du.world()
 
@@ -262,9 +292,12 @@ class Data:
         return tuple(map(np.stack, zip(*rows, strict=True)))
 
     def check_alignment(self, rays: np.ndarray, images: np.ndarray) -> None:
-        """Raise InputError if X-rays do not match their CT's projection; for flipped X-rays it names the flags to set.
+        """Raise InputError if X-rays are flipped relative to their CTs or show other patients than their CTs.
 
-        The mirror image of a symmetric body matches equally well, so a flip must improve the correlation clearly.
+        rays: line integrals through the CTs. images: the X-rays. Both are (patients, views, CHECK_SIDE, CHECK_SIDE). If
+        flipping the X-rays clearly improves their correlation with the line integrals, the error names the command-line
+        flags to set. A small improvement is ignored, because a symmetric body and its mirror image match almost equally
+        well.
         """
         views = range(self.args.num_views)
         head_up, mirrored = self.args.flip_drrs_vertical is not False, self.args.flip_drrs_horizontal or "none"
@@ -287,7 +320,7 @@ class Data:
             found = ", ".join(f"{VIEWS[view]} {now[view]:.2f} -> {scores[view]:.2f}" for view in views)
             raise InputError(f"--dataset_path: X-rays lie otherwise than CTs (r {found}); give {' '.join(flags)}")
         for view in views:
-            # all bodies look similar, so only the difference from the mean identifies a patient
+            # all bodies look similar, so correlate only the deviations from the mean over all patients
             a, b = (part[:, view] - part[:, view].mean(0) for part in (rays, images))
             sign = np.sign(np.corrcoef(rays[:, view].ravel(), images[:, view].ravel())[0, 1])
             r = sign * (a * b).sum((1, 2)) / np.sqrt((a**2).sum((1, 2)) * (b**2).sum((1, 2)))
@@ -305,11 +338,15 @@ class Data:
         return torch.cat(rays)
 
     def learn_prior(self) -> Prior:
-        """All ranks: fit the linear posterior to the training patients, identically on all ranks and at each start."""
+        """Fit and return the linear posterior, a ridge regression from X-rays to CTs.
+
+        The regression is fitted to the first PRIOR_PATIENTS training patients. Call on all ranks: rank 0 fits it and
+        sends the result to the other ranks. A restarted run gets exactly the same result.
+        """
         prior, threads = None, torch.get_num_threads()
         with du.agree_on_errors():
             if du.world()[0] == 0:
-                # one thread, because the last bits of the result depend on the number of threads
+                # use one thread, because the number of threads changes the last bits of the result
                 torch.set_num_threads(1)
                 volumes = np.stack([self.volume(patient, self.prior_size) for patient in self.prior_patients])
                 prior = learn_prior(
@@ -319,11 +356,17 @@ class Data:
         return du.broadcast_object(prior)
 
     def volume(self, patient: Patient, size: list[int]) -> np.ndarray:
-        """Return a patient's CT on one of the run's grids as int16 HU. Raises InputError."""
+        """Return a patient's CT as int16 HU, resampled to `size` voxels. Raises InputError if the CT is unusable.
+
+        size: the voxel grid (X, Y, Z) of one of the cascade's stages or of the linear posterior.
+        """
         return self._decode(patient, tuple(size))
 
     def header(self, patient: Patient) -> tuple[np.ndarray, ...]:
-        """Return a CT's extent (3,) in mm, Volume.summary(), and line integrals (views, CHECK_SIDE, CHECK_SIDE)."""
+        """Return a CT's field of view (3,) in mm, its Volume.summary() (6,) and the line integrals through the CT.
+
+        The line integrals are (views, CHECK_SIDE, CHECK_SIDE). Raises InputError if the CT is unusable.
+        """
         extent, summary, rays = np.split(self._decode(patient, self.header_key), [3, 9])
         return extent, summary, rays.reshape(-1, CHECK_SIDE, CHECK_SIDE)
 
@@ -344,7 +387,10 @@ class Data:
 
 
 def load_xrays(patient: Patient, args: Namespace) -> Tensor:
-    """X-rays (views, img_size, img_size) float32 in -1..1, cached in 16 bits. Raises InputError."""
+    """Return a patient's X-rays (views, img_size, img_size), float32 in -1..1. Raises InputError for an unusable file.
+
+    The decoded images are cached on disk as 16-bit integers.
+    """
     images = []
     for view, source in enumerate(patient.xrays):
         flips = (args.flip_drrs_vertical is False, is_mirrored(view, args.flip_drrs_horizontal))
@@ -360,14 +406,21 @@ def load_xrays(patient: Patient, args: Namespace) -> Tensor:
 
 @functools.cache
 def cache_path(folder: str, source: Path, content: tuple) -> Path:
-    """Path of a file's cached content. A changed file gets a new path; changes are detected once per process."""
+    """Return the path of the cache file for data decoded from `source`, an X-ray, a CT or a folder of DICOM slices.
+
+    content: identifies the decoded data, for example the size of the voxel grid. The name of the cache file depends on
+    the source's size and modification time, so that a modified source gets a new cache file. Paths are memoized, so a
+    process does not notice modifications that follow its first call for a source.
+    """
     files = files_of(source) if source.is_dir() else [source]
     return Path(folder, hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32] + ".npy")
 
 
 def load_cached(path: Path) -> np.ndarray:
-    """Load an array that write_cached() wrote. Raises InputError for a damaged file and deletes it; the next start
-    recreates it."""
+    """Load an array that write_cached() saved. Raises InputError if the file is damaged.
+
+    The damaged file is deleted, and the next run recreates it.
+    """
     try:
         return np.load(path)
     except (OSError, ValueError, EOFError):
@@ -376,7 +429,7 @@ def load_cached(path: Path) -> np.ndarray:
 
 
 def write_cached(path: Path, values: np.ndarray) -> None:
-    """Write an array atomically. Raises InputError if that fails, for example because the disk is full."""
+    """Save an array to a .npy file atomically. Raises InputError if this fails, for example on a full disk."""
     temporary = path.with_suffix(f".{os.getpid()}.{du.world()[0]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -398,16 +451,19 @@ def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
 
 
 class XrayCtDataset(Dataset):
-    """A split on a stage's grid, augmented in training, with the random draws for each sample.
+    """Data set of the patients of one split ("train", "val" or "test"), with CTs resampled to `size` voxels.
 
-    A sample: volume (X, Y, Z) int16 HU; extent (3,) mm; xrays (views, H, W), projections of the volume; input_xrays,
-    the network's input; index; row, the patient's index in the linear posterior or -1; seed and draws (3,) in 0..1,
-    functions of (seed, epoch, patient); other, the next patient's X-rays (test set only); error, "" or the reason why
-    the sample is unusable.
+    Each item is a dict. volume: the CT (X, Y, Z), int16 HU. extent (3,): field of view in mm. xrays (views, H, W): the
+    X-rays in -1..1, consistent with the volume. input_xrays (views, H, W): the X-rays to feed to the network. index:
+    the patient's index in the split. row: the patient's index among the training patients that the ridge regression
+    geometry.Prior was fitted to, or -1. seed, an integer, and draws (3,), in 0..1: random numbers that depend only on
+    the run's seed, the epoch (in training) and the patient. other: the X-rays of the next patient in the test split,
+    empty in other splits. error: why the patient's files cannot be used, or "".
 
-    The augmentation shifts a patient up or down by up to 5 %. Both views' image rows follow z, so the shifted X-rays
-    remain true projections. The network's input also varies in exposure and noise. A flip would make the lateral view
-    wrong.
+    In training, augmentation shifts the volume and its X-rays up or down by up to 5 % of the height; the rows of both
+    views run along z, so the shifted X-rays still match the shifted volume. Augmentation also varies the exposure and
+    noise of input_xrays. Images are never flipped: a horizontal flip swaps left and right in the frontal view, but
+    front and back in the lateral view, so no flip of the volume would match both.
     """
 
     def __init__(self, data: Data, split: str, size: list[int]):
@@ -434,7 +490,7 @@ class XrayCtDataset(Dataset):
             volume, extent, xrays = self.read(number)
             other = self.read((number + 1) % len(self))[2] if self.split == "test" else torch.zeros(0)
         except (InputError, OSError, ValueError) as reason:
-            # return zeros and the reason, so that all ranks stop together
+            # return zeros and the error message instead of raising, so that all ranks stop together
             error = f"{self.patients[number].id}: {reason}"
             xrays = torch.zeros(args.num_views, args.img_size, args.img_size)
             other = xrays if self.split == "test" else torch.zeros(0)

@@ -1,14 +1,17 @@
-"""Guide 3 without a network: projections, correction of volumes to agree with X-rays, the linear posterior.
+"""Geometry of X-ray to CT reconstruction: projection of volumes, correction to match X-rays, and ridge regression.
 
-Axes: a volume is (..., X, Y, Z) in RAS+ order: x to the patient's right, y to the front, z to the head. It holds HU
-clipped to -1000..3000 and scaled to -1..1, on a grid that spans the CT's field of view at any voxel size.
+Axes: a volume (..., X, Y, Z) is in RAS+ orientation: x increases to the patient's right, y to the front, z to the head.
+Its values are HU clipped to -1000..3000 and scaled to -1..1. The voxel grid spans the CT's whole field of view, with
+any number of voxels.
 
-Views: parallel rays run from edge to edge, for "pa" (frontal) along y, for "lat" (lateral) along x. An image is (...,
-rows, columns) with the head at the top; its left edge is the patient's right (frontal) or front (lateral). A plane is
-an image in the order of the volume's axes, (..., X or Y, Z).
+Views: rays are parallel and cross the whole field of view, along y in the frontal view ("pa") and along x in the
+lateral view ("lat"). An image (..., rows, columns) shows the head at the top; its left edge is the patient's right side
+in the frontal view and the patient's front in the lateral view. A plane contains the same values as an image, but in
+the order of the volume's axes: (..., X or Y, Z).
 
-Values: a line integral is the sum of mu * length along a ray, mu = MU_WATER * (1 + HU / 1000) per mm, so it is linear
-in the volume. A DRR file stores line integrals 0..P_MAX as grey values 0..255, so bone is white.
+Values: the line integral along a ray is the sum of mu * path length over the voxels that it crosses, where mu =
+MU_WATER * (1 + HU / 1000) is the attenuation per mm. Line integrals are therefore linear in the volume. DRR files
+(X-rays simulated from CTs) store line integrals of 0..P_MAX as grey values of 0..255, so that bone is white.
 """
 
 import functools
@@ -20,14 +23,14 @@ from torch import Tensor
 
 HU_MIN, HU_MAX = -1000.0, 3000.0
 HU_PER_UNIT = (HU_MAX - HU_MIN) / 2
-# attenuation of water per mm, at about 70 keV
+# attenuation coefficient of water per mm, at a photon energy of about 70 keV
 MU_WATER = 0.0193
 MU_PER_UNIT = MU_WATER * HU_PER_UNIT / 1000
 P_MAX = 10.0
 VIEWS = ("pa", "lat")
-# axis of (B, C, X, Y, Z) along which each view's rays run
+# axis of a volume (B, C, X, Y, Z) along which the rays run, for each view in VIEWS
 RAYS = (3, 2)
-# lower bound of a line integral's noise, set by fp32 rounding
+# smallest standard deviation that a line integral's noise may have, to allow for fp32 rounding errors
 LEAST_NOISE = 1e-4
 PRIOR_RANK = 64
 
@@ -46,7 +49,11 @@ def as_plane(image: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def axis_weights(before: int, after: int, device: str) -> Tensor:
-    """Matrix (after, before) that shrinks an axis by exact averages or enlarges it by linear interpolation."""
+    """Return the matrix (after, before) that resamples an axis from `before` to `after` voxels.
+
+    When shrinking, each new voxel is the mean of the old voxels, weighted by overlap. When enlarging, new voxels are
+    interpolated linearly.
+    """
     old = torch.arange(before, dtype=torch.float64)
     if after <= before:
         edges = torch.arange(after + 1, dtype=torch.float64) * before / after
@@ -57,7 +64,10 @@ def axis_weights(before: int, after: int, device: str) -> Tensor:
 
 
 def resize(x: Tensor, size: tuple | list) -> Tensor:
-    """Resample the last axes of x to this size, in fp32. Shrinking commutes with projection."""
+    """Resample the last len(size) axes of x to `size`, in fp32.
+
+    Shrinking a volume and projecting it gives the same image as projecting the volume and shrinking the image.
+    """
     with torch.autocast(x.device.type, enabled=False):
         x = x.float()
         for axis, after in enumerate(size, start=-len(size)):
@@ -67,14 +77,20 @@ def resize(x: Tensor, size: tuple | list) -> Tensor:
 
 
 def lift(image: Tensor, view: int, size: tuple | list) -> Tensor:
-    """Repeat an image along its view's rays: (B, C, rows, columns) -> (B, C, X, Y, Z)."""
+    """Resize an image to the voxel grid `size` and repeat it along the rays of its view.
+
+    image: (B, C, rows, columns). size: (X, Y, Z). Returns (B, C, X, Y, Z).
+    """
     axis = RAYS[view]
     plane = as_plane(resize(image, (size[2], size[3 - axis])))
     return plane.unsqueeze(axis).expand(*image.shape[:2], *size)
 
 
 def project(volume: Tensor, extent: Tensor, view: int) -> Tensor:
-    """Line integrals (B, C, rows, columns) of volumes (B, C, X, Y, Z) in -1..1, differentiable. extent: (B, 3) mm."""
+    """Return the line integrals (B, C, rows, columns) of one view through volumes (B, C, X, Y, Z) with values in -1..1.
+
+    extent: field of view (B, 3) in mm. view: 0 for frontal, 1 for lateral. Differentiable.
+    """
     axis = RAYS[view]
     length = extent[:, axis - 2, None, None, None] * MU_PER_UNIT
     return as_image((volume.mean(axis) + 1) * length)
@@ -90,11 +106,14 @@ def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int) -> np.ndarray:
     return grey[0, 0].round().to(torch.uint8).numpy()
 
 
-# --- agreement with X-rays --------------------------------------------------------------------------------------------
+# --- agreement of volumes with X-rays ---------------------------------------------------------------------------------
 
 
 class Grey(NamedTuple):
-    """A view's grey values (-1..1) = slope * line integral + offset. noise: standard deviation of a line integral."""
+    """Linear relation of one view's grey values (-1..1) to line integrals: grey value = slope * line integral + offset.
+
+    noise: standard deviation of the X-ray's noise, in units of line integrals.
+    """
 
     slope: float
     offset: float
@@ -102,20 +121,27 @@ class Grey(NamedTuple):
 
 
 class RaySums(NamedTuple):
-    """X-rays as sums of voxels in -1..1 along the rays of a grid: each view's plane (B, 1, X or Y, Z) of sums and the
-    variance (B, 1, 1, 1) of their noise."""
+    """X-rays converted to sums of voxel values (-1..1) along the rays through a voxel grid.
+
+    sums: for each view, a plane (B, 1, X or Y, Z) of sums. noise: for each view, the variance (B, 1, 1, 1) of the noise
+    in the sums.
+    """
 
     sums: list[Tensor]
     noise: list[Tensor]
 
 
 def ray_sums(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> RaySums:
-    """Convert X-rays (B, views, H, W) in -1..1 to sums along the rays of a grid. extent: (B, 3) mm."""
+    """Convert X-rays (B, views, H, W) in -1..1 to sums of voxel values along the rays through a voxel grid.
+
+    extent: field of view (B, 3) in mm. greys: relation of grey values to line integrals in each view. size: number of
+    voxels (X, Y, Z).
+    """
     sums, noise = [], []
     for view, grey in enumerate(greys):
         axis = RAYS[view]
         count = size[axis - 2]
-        # contribution of a voxel to the line integral, per unit of its value
+        # increase of the line integral when the value of one voxel increases by 1
         unit = extent[:, axis - 2, None, None, None] * (MU_PER_UNIT / count)
         integral = resize((xrays[:, view : view + 1] - grey.offset) / grey.slope, (size[2], size[3 - axis]))
         sums.append(as_plane(integral) / unit - count)
@@ -125,12 +151,20 @@ def ray_sums(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | lis
 
 @torch.no_grad()
 def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections: int) -> Tensor:
-    """Correct volumes (B, 1, X, Y, Z) in -1..1 to agree with the X-rays within their noise, without gradients.
+    """Correct volumes (B, 1, X, Y, Z) in -1..1 so that they agree with the X-rays within the X-rays' noise.
 
-    If each voxel of V has an error of variance c, and the sums y = A V have noise of variance N, the best linear
-    correction is V + c A' z with z = (c A A' + N)^-1 (y - A V). For two views this is solved exactly: in each slice,
-    the sums of z over each view's rays follow from a 2 x 2 system. The result is clipped, because nothing is less dense
-    than air, and corrected again by the rest of z (the part N z of y is attributed to noise).
+    xrays: sums of voxel values along rays, from ray_sums(). variance: expected squared error of a voxel before the
+    correction. corrections: number of iterations. Gradients are not tracked.
+
+    Let A be the matrix that sums a volume V along the rays, and A' its transpose. If each voxel of V has an independent
+    error of variance c and the ray sums y of the X-rays have noise of variance N, the best linear correction is
+
+        V + c A' z, where z = (c A A' + N)^-1 (y - A V)
+
+    For two views, z is computed exactly: in each axial slice, the two sums of z, one over the rays of each view, solve
+    a 2 x 2 system. The corrected volume is clipped to -1..1, because nothing is less dense than air, so it no longer
+    agrees exactly. Each further iteration therefore corrects the remaining difference y - A V - N z, where z is
+    accumulated over the iterations and N z is the part of y that is attributed to noise.
     """
     with torch.autocast(volume.device.type, enabled=False):
         volume, c = volume.float(), max(variance, 1e-12)
@@ -144,7 +178,8 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
             else:
                 (n1, n2), (nx, ny) = xrays.noise, volume.shape[2:4]
                 r1, r2 = (plane.sum(2, keepdim=True) for plane in residuals)
-                # determinants expanded symbolically, because their differences would be lost in rounding
+                # the determinants of the 2 x 2 systems are expanded by hand: subtracting the products numerically would
+                # lose precision
                 det = c * (ny * n2 + nx * n1) + n1 * n2
                 sum1 = (c * nx * (r1 - r2) + n2 * r1) / det
                 sum2 = (c * ny * (r2 - r1) + n1 * r2) / det
@@ -161,19 +196,25 @@ def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tupl
     return torch.stack(spread).mean(0).clamp(-1, 1)
 
 
-# --- the linear posterior ---------------------------------------------------------------------------------------------
+# --- linear posterior: ridge regression from X-rays to volumes --------------------------------------------------------
 
 
 class Prior(NamedTuple):
-    """The linear posterior of a volume given its X-rays: ridge regression in the span of N training patients.
+    """Linear posterior: a ridge regression that predicts a volume from X-rays, fitted to N training patients.
 
-    A volume is modelled as mean + sum of w_i (patient_i - mean), with w linear in the X-rays, on the prior's own grid.
-    penalty: relative to the mean squared norm of the centred rays. variance: of a voxel over the patients. error:
-    leave-one-out mean square error of a voxel. mean: (1, 1, X, Y, Z). basis: (R, X, Y, Z), principal directions of the
-    span. centre (P,): the mean's rays. gain (R, P): from rays to coefficients of the basis.
+    The prediction is mean + sum over training patients i of w_i * (volume_i - mean), where the weights w_i are linear
+    in the X-rays. The X-rays enter as P ray means: the mean voxel value along each ray of all views, see rays_of().
 
-    coordinates (N, R) of the patients in the basis, weights (N, P) from rays to w, and kernel (N, N) serve to leave a
-    training patient out of its own prediction. They reveal single patients' CTs, so checkpoints hold None instead.
+    grid: number of voxels (X, Y, Z). greys: relation of grey values to line integrals in each view. penalty: ridge
+    penalty relative to the mean squared norm of the centred ray means. variance: variance of a voxel across the
+    patients. error: leave-one-out mean squared error of a voxel. mean (1, 1, X, Y, Z): mean training volume. basis (R,
+    X, Y, Z): principal directions of the training volumes, not normalized. centre (P,): ray means of the mean volume.
+    gain (R, P): matrix that maps centred ray means to coefficients of the basis.
+
+    The last three tensors are needed only to leave a training patient out of the prediction for the same patient.
+    coordinates (N, R): the training patients in terms of the basis. weights (N, P): matrix that maps centred ray means
+    to w. kernel (N, N): inverse of the penalized Gram matrix of the centred ray means, minus a constant. Checkpoints
+    store None instead, because these tensors reveal the CTs of individual patients.
     """
 
     grid: list[int]
@@ -202,7 +243,11 @@ class Prior(NamedTuple):
         return cls(**state | {"greys": [Grey(*grey) for grey in state["greys"]]})
 
     def volume(self, xrays: Tensor, extent: Tensor, rows: Tensor, size: tuple | list) -> Tensor:
-        """Linear posterior (B, 1, X, Y, Z). rows (B,): index of the training patient to leave out, or -1."""
+        """Predict volumes (B, 1, *size) in -1..1 from X-rays (B, views, H, W) in -1..1.
+
+        extent: field of view (B, 3) in mm. rows (B,): index of the training patient to leave out of each prediction, or
+        -1 for none. A regression loaded from a checkpoint ignores `rows`.
+        """
         rays = rays_of(xrays, extent, self.greys, self.grid) - self.centre
         coefficients = rays @ self.gain.T
         if self.kernel is not None:
@@ -215,16 +260,24 @@ class Prior(NamedTuple):
 
 
 def rays_of(xrays: Tensor, extent: Tensor, greys: list[Grey], grid: list[int]) -> Tensor:
-    """Convert X-rays to the mean (B, P) of a volume in -1..1 along each ray of all views."""
+    """Convert X-rays (B, views, H, W) in -1..1 to ray means (B, P).
+
+    A ray mean is the mean voxel value (-1..1) along a ray; P is the number of rays in all views together. greys:
+    relation of grey values to line integrals in each view. extent: field of view (B, 3) in mm. grid: number of voxels
+    (X, Y, Z).
+    """
     sums = ray_sums(xrays, extent, greys, grid).sums
     return torch.cat([(plane / grid[axis - 2]).flatten(1) for axis, plane in zip(RAYS, sums, strict=False)], 1)
 
 
 def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
-    """Fit the linear posterior to training patients. volumes: (N, X, Y, Z); rays: (N, P), from rays_of().
+    """Fit the linear posterior, a ridge regression from X-rays to volumes, to N training patients.
 
-    The penalty minimizes the leave-one-out error, which has a closed form. The mean must exclude the left-out patient
-    too: deviations from a mean sum to 0, so the other patients' deviations add up to minus that of the left-out one.
+    volumes: (N, X, Y, Z) in -1..1. rays: (N, P), mean voxel values along rays, from rays_of().
+
+    The penalty is chosen to minimize the leave-one-out error, which has a closed form. To leave a patient out, the
+    patient must also be removed from the mean volume. The patients' weights sum to 0, so a weight of -1 / N for the
+    left-out patient cancels the patient's share of the mean, which is 1 / N.
     """
     count, mean = len(volumes), volumes.mean(0)
     deviations = (volumes - mean).flatten(1)
@@ -238,15 +291,17 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
     fits = []
     for penalty in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
         kernel = torch.linalg.inv(gram + penalty * mean_norm * torch.eye(count, dtype=torch.float64))
-        # column i: weights for patient i; the last line removes the patient from the fit and from the mean
+        # column i of w: weights of the training patients in the prediction for patient i
         w = kernel @ cross
         kernel = kernel - 1 / (penalty * mean_norm * count)
+        # leave patient i out of the fit and out of the mean volume
         w = w - kernel * ((w.diagonal() + 1 / count) / kernel.diagonal())
         error = float((inner.diagonal() - 2 * (inner * w).sum(0) + (w * (inner @ w)).sum(0)).mean())
         fits.append((error, penalty, kernel))
     error, penalty, kernel = min(fits, key=lambda fit: fit[0])
     coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(PRIOR_RANK, count - 1)].float()
-    # the constant subtracted from the kernel cancels here, because the columns of centred_rays sum to 0
+    # subtracting a constant from every element of the kernel does not change this product: centred_rays has zero column
+    # sums
     weights = (kernel @ centred_rays).float()
     return Prior(
         grid=list(mean.shape),

@@ -1,4 +1,4 @@
-"""Results of guide 3: the test's table and figure, volumes as NIfTI."""
+"""Test results of X-ray to CT reconstruction: the table of scores, the figure, and volumes as NIfTI files."""
 
 import gzip
 import json
@@ -17,12 +17,17 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError
 
 BASELINES = ("linear posterior", "mean volume", "back-projection", "nearest patient")
-# display windows in units of -1..1: -1000 to 400 HU for slices, +-300 HU for differences
+# display windows in volume units, where -1..1 is -1000..3000 HU: -1000 to 400 HU for slices, -300 to 300 HU for
+# differences
 WINDOW, DIFFERENCE = (-1.0, -0.3), 0.15
 
 
 def name_of(row: str) -> str:
-    """Prefix of a row's metrics in summary.json; it begins with rival/ for baselines."""
+    """Return the prefix for the metric names of one row of the test table.
+
+    row: label of the row, which names a method. The prefix is "rival/<method>/" for baselines, "" for the main results
+    ("one step" and "regression") and "<method>/" for all other rows.
+    """
     name = re.sub("[, -]+", "_", row.replace("'s", ""))
     if row.startswith(BASELINES):
         return f"rival/{name}/"
@@ -32,16 +37,22 @@ def name_of(row: str) -> str:
 def print_test(
     table: dict[str, dict[str, np.ndarray]], grid: str, rival_run: str | None, digest: str
 ) -> dict[str, float]:
-    """Print the test's table on rank 0 and return {metric: mean over patients}.
+    """Print the table of test scores on rank 0; return {metric name: value}.
 
-    table: {row: {column: values (patients,)}}.
+    table: {row label: {column name: scores (patients,)}}. grid: size of the voxel grid, for the title. rival_run:
+    folder of another run to add as a row (--rival_run), or None. digest: hash of this run's split of the patients,
+    which the other run must share.
+
+    The metrics are the mean scores over the patients and the lead in PSNR over baselines, with its confidence interval.
+    Raises InputError if rival_run cannot be used.
     """
     rows, metrics = {}, {}
     for row, columns in table.items():
         rows[row] = {column: float(np.nanmean(values)) for column, values in columns.items()}
         metrics |= {f"test/{name_of(row)}{column}": mean for column, mean in rows[row].items()}
         if row == "one sample":
-            # a perfect sample has twice the squared error of the mean, because truth and sample both vary around it
+            # a sample from the exact posterior has twice the mean squared error of the posterior mean, because the
+            # sample and the true volume both vary around the mean
             perfect = metrics["test/perfect_sample/psnr"] = metrics["test/psnr"] - 10 * math.log10(2)
             rows["one perfect sample"] = {"psnr": perfect}
     header = list(next(iter(rows.values())))
@@ -75,7 +86,12 @@ def print_test(
 
 
 def read_rival(folder: Path, digest: str, columns: list[str]) -> dict[str, dict[str, float]]:
-    """Read another run's test as {row: metrics}. Raises InputError if it has no summary or other patients."""
+    """Read the test scores of another run (--rival_run) as {row label: {column name: mean score}}.
+
+    folder: the other run's folder. digest: hash of this run's split of the patients. columns: names of the scores to
+    read. Raises InputError if the folder has no readable summary.json or if the other run split the patients
+    differently.
+    """
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -85,11 +101,15 @@ def read_rival(folder: Path, digest: str, columns: list[str]) -> dict[str, dict[
     return {f"{folder.name} (--rival_run)": {c: found[f"test/{c}"] for c in columns if f"test/{c}" in found}}
 
 
-# --- the figure -------------------------------------------------------------------------------------------------------
+# --- figure of one test patient ---------------------------------------------------------------------------------------
 
 
 def slices_of(volume: Tensor) -> list[Tensor]:
-    """Middle frontal, lateral and axial slices of a volume (X, Y, Z), seen from the patient's front, left and feet."""
+    """Return the middle slices of a volume (X, Y, Z) as [frontal, lateral, axial].
+
+    The frontal slice is seen from the patient's front, the lateral slice from the left and the axial slice from the
+    feet.
+    """
     x, y, z = (side // 2 for side in volume.shape)
     return [volume[:, y].T.flip(0, 1), volume[x].T.flip(0, 1), volume[:, :, z].T.flip(0, 1)]
 
@@ -125,11 +145,15 @@ def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
     return figure
 
 
-# --- volumes ----------------------------------------------------------------------------------------------------------
+# --- NIfTI files ------------------------------------------------------------------------------------------------------
 
 
 def write_volume(path: Path, volume: Tensor, extent: list[float], is_difference: bool = False) -> None:
-    """Write a volume (X, Y, Z) in -1..1, or a difference, as NIfTI in integer HU, centred at 0 mm. Raises RunError."""
+    """Write a volume (X, Y, Z) in -1..1 to a NIfTI file, in HU rounded to integers and centred at 0 mm.
+
+    extent: field of view (3,) in mm. is_difference: the volume is a difference or a standard deviation of volumes, so
+    its values are scaled to HU without adding an offset. Raises RunError if the file cannot be written.
+    """
     import nibabel
 
     hu = volume * HU_PER_UNIT if is_difference else (volume + 1) * HU_PER_UNIT + HU_MIN

@@ -1,7 +1,7 @@
-"""Write patients with a CT and two X-rays each for train_accelerate.py, in the drr_patient_data layout.
+"""Write a data folder of synthetic patients, each with a CT and two X-rays, for train_accelerate.py.
 
-The CTs (NIfTI, HU) are synthetic torsos of varying voxel size and orientation, with lungs, spine, ribs, heart and
-nodules. Patients differ in size, posture, heart, diaphragm and nodules, all of which are visible in the X-rays.
+The CTs (NIfTI, HU) show torsos with lungs, spine, ribs, heart and nodules; their voxel size and orientation vary.
+Patients differ in body size, posture, heart, diaphragm and nodules; all these differences are visible in the X-rays.
 """
 
 import argparse
@@ -12,11 +12,12 @@ from numpy.random import Generator
 
 from utils.cli import InputError, whole
 
-# field of view in mm along x, y and z
+# field of view along x, y and z in mm
 FIELD = (380.0, 300.0, 340.0)
-# voxel sizes, in units of the field's width / --matrix
+# voxel sizes along x, y and z, relative to the width of the field of view divided by --matrix
 VOXELS = ((1.0, 1.0, 1.0), (0.9, 0.9, 1.3), (1.1, 1.1, 0.9))
-# order of the axes in a file, and their directions: RAS, LPS, LAS, RAI
+# how a file may store the CT: order of the axes x, y and z; direction of each axis (1 as in RAS+, -1 reversed), giving
+# the orientations RAS, LPS, LAS and RAI
 AXIS_ORDERS = ((0, 1, 2), (0, 1, 2), (2, 1, 0))
 ORIENTATIONS = ((1, 1, 1), (-1, -1, 1), (-1, 1, 1), (1, 1, -1))
 
@@ -47,7 +48,10 @@ def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> N
 
 
 class Phantom:
-    """A CT being drawn, with coordinates in mm from its centre: x to the right, y to the front, z up."""
+    """Synthetic CT in HU: initially air, into which ellipsoids are drawn.
+
+    Coordinates are in mm from the centre of the CT: x increases to the patient's right, y to the front, z to the head.
+    """
 
     def __init__(self, field: np.ndarray, voxel: np.ndarray):
         counts = [max(8, round(length / side)) for length, side in zip(field, voxel, strict=True)]
@@ -77,7 +81,7 @@ def write_ct(path: Path, rng: Generator, matrix: int) -> None:
     torso = draw_torso(rng, field, voxel)
     volume = np.clip(torso.volume + rng.normal(0, 12, torso.volume.shape), -1024, 3071).astype(np.int16)
 
-    # the affine's last column is the position of the first voxel
+    # the last column of the affine matrix is the position of the first voxel
     affine = np.eye(4)
     for axis, sign in enumerate(ORIENTATIONS[rng.integers(len(ORIENTATIONS))]):
         affine[axis, axis] = voxel[axis] * sign
@@ -88,22 +92,23 @@ def write_ct(path: Path, rng: Generator, matrix: int) -> None:
 
 
 def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
-    """Draw a torso with random anatomy. field: field of view, voxel: voxel size, both (3,) in mm."""
+    """Draw a torso with random anatomy. field: field of view (3,) in mm. voxel: voxel size (3,) in mm."""
     torso = Phantom(field, voxel)
     uniform, normal = rng.uniform, rng.normal
 
-    # relative sizes, then mm: shifts to the right and front, bend of the spine, height of the diaphragm, layer of fat
+    # width, depth and height relative to an average body; then in mm: shifts of the body to the right and to the front,
+    # bend of the spine, upward shift of the diaphragm, thickness of the fat layer
     width, depth, height = uniform(0.75, 1.12), uniform(0.75, 1.15), uniform(0.9, 1.1)
     lean, forward, bend = uniform(-32, 32), uniform(-26, 26), uniform(-18, 18)
     raised, fat = uniform(-45, 45), uniform(8, 28)
     torso.x = torso.x - lean - bend * np.cos(np.pi * torso.z / field[2])
     torso.y = torso.y - forward
 
-    # fat with muscle inside
+    # layer of fat around muscle
     torso.add((0, 0, 0), (150 * width, 105 * depth, 900), normal(-95, 8))
     torso.add((0, 0, 0), (150 * width - fat, 105 * depth - fat, 900), normal(45, 8))
 
-    # both lungs, each above its dome of the diaphragm, with a column of ribs at its side
+    # both lungs, each above one dome of the diaphragm and beside a column of ribs
     for side, dome in ((-1, raised + uniform(-12, 12)), (1, raised + uniform(-12, 12))):
         breath = uniform(0.85, 1.12)
         radii = (52 * width * breath, 74 * depth, 110 * height * breath)
@@ -118,12 +123,12 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
     radii = (uniform(44, 66), uniform(40, 54), uniform(46, 62))
     torso.add((x, 26 * depth, z), radii, normal(55, 6))
 
-    # vertebrae with less dense processes behind
+    # vertebrae, and behind them the less dense spinous processes
     bone = uniform(450, 750)
     torso.add((0, -66 * depth, 0), (19, 18, 900), bone)
     torso.add((0, -92 * depth, 0), (6, 12, 900), 0.8 * bone)
 
-    # nodules, each in a random lung; about a fifth of the patients have none
+    # nodules, each in the left or right lung at random; about a fifth of the patients have none
     for _ in range(rng.poisson(1.5)):
         x = rng.choice([-1, 1]) * uniform(45, 90) * width
         y, z = uniform(-35, 35) * depth, raised + uniform(-40, 90)
