@@ -1,4 +1,4 @@
-"""Guide 1, MIMIC-CXR: train a model that answers questions about chest X-rays and predicts 14 CheXpert labels.
+"""Train a model that answers questions about chest X-rays and predicts 14 CheXpert labels (MIMIC-CXR, guide 1).
 
     python -m tools.prepare_data mimic_cxr mimic-cxr-jpg mimic-ext-cxr-qba data/mimic      # once
     ./launch_distributed_training.sh --config configs/default_config.yaml                  # all GPUs
@@ -8,8 +8,11 @@
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --save_predictions
     python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
-Unlike in the guide, the scene graph of the report is not an input, because the answers come from the same report.
-Without data, `make demo TASK=mimic_cxr` trains on synthetic X-rays. For your own, see tasks/mimic_cxr/README.md.
+Guide 1 is the published training guide at https://github.com/JONAHKYAGABA/SVA-MASTERS-WORK. The model in guide 1 also
+reads a scene graph of the X-ray's report. This model does not: the correct answers come from the same report, so the
+scene graph would reveal them.
+
+`make demo TASK=mimic_cxr` trains on synthetic X-rays. To train on your own X-rays, see tasks/mimic_cxr/README.md.
 """
 
 import os
@@ -30,15 +33,15 @@ from utils.cli import (
 )
 
 FORMAT = "mimic_cxr/3"
-# flags that define the model; on resume their values come from the checkpoint
+# flags that define the model; a resumed run uses their values from the checkpoint
 MODEL_FLAGS = ("image_size",)
 MAX_TOKENS = 128
-# the guide's encoders
+# default encoders, those of the published training guide (guide 1)
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
 FUSION_LAYERS = 2
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
-# training target for an uncertain CheXpert label (-1); None: no loss
+# training target for CheXpert labels marked as uncertain (-1); None excludes them from the loss
 UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
 DEFAULTS = {
     "batch_size": 16,
@@ -103,7 +106,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--question", help="with --predict: the question to ask about each image")
     advanced("--head", choices=HEAD_WEIGHT, help="with --predict: answer head; default: by the wording")
 
-    # keys of the guide's YAML; dataloader_num_workers counts the workers of a node, --num_workers those of a process
+    # hidden flags for the YAML keys of the published training guide (guide 1); dataloader_num_workers is the number of
+    # DataLoader workers per node, --num_workers the number per process
     parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)
     parser.add_argument("--dataloader_num_workers", type=whole(0), help=SUPPRESS)
     for flag in ("--fp16", "--pin_memory", "--enabled"):
@@ -121,7 +125,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # before the heavy imports, so that --help and mistyped flags respond immediately
+    # parse the flags before the slow imports, so that --help and errors in flags appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -152,7 +156,7 @@ from utils.loop import Plan, Run, Training
 from utils.sampler import EvalBatchSampler, ImageGroups
 
 ADVICE = "give --gradient_checkpointing, a smaller --image_size or --deepspeed_config configs/deepspeed_zero3.json"
-# largest random changes of an augmented image: shift in x and y (fractions of the side), rotation (radians), and
+# maximum random changes in image augmentation: x and y shifts (fractions of the image side), rotation (radians), and
 # logarithms of the zoom, brightness and gamma factors
 STRENGTH = (0.04, 0.04, 0.1, 0.08, 0.15, 0.2)
 
@@ -164,7 +168,7 @@ def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
 
 
 class FusionLayer(nn.Module):
-    """Pre-norm transformer layer in which the question's tokens attend to the image's tokens."""
+    """Pre-norm transformer layer: cross-attention from the question's tokens to the image's tokens, then an MLP."""
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
@@ -180,7 +184,11 @@ class FusionLayer(nn.Module):
 
 
 class ChestModel(nn.Module):
-    """Image encoder, text encoder, fusion layers, and one head per kind of answer; CheXpert sees only the image."""
+    """Visual question answering model: an image encoder, a text encoder, fusion layers and classification heads.
+
+    Each answer type (binary, category, region, severity) has its own head. A further head predicts the CheXpert labels
+    from the image alone.
+    """
 
     def __init__(
         self, image: nn.Module, text: nn.Module, tokenizer, mean: list, std: list, args: Namespace, precision: str
@@ -188,7 +196,7 @@ class ChestModel(nn.Module):
         super().__init__()
         self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
         self.side = args.image_size or 224
-        # image size at which position embeddings need no interpolation
+        # native_side: the image size at which the image encoder's position embeddings need no interpolation
         interpolates = "interpolate_pos_encoding" in inspect.signature(image.forward).parameters
         self.native_side = image.config.image_size if interpolates else self.side
         dim, config = text.config.hidden_size, image.config
@@ -200,7 +208,7 @@ class ChestModel(nn.Module):
         self.heads = nn.ModuleDict(heads)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
         self.findings = nn.Sequential(nn.Linear(2 * len(CHEXPERT), dim), nn.LayerNorm(dim))
-        # plain attributes, because DeepSpeed would round buffers to half precision
+        # the image mean and SD are plain attributes, because DeepSpeed would round registered buffers to half precision
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
     @property
@@ -213,7 +221,7 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """Encode images (I, 1, S, S) in 0..255 as tokens or as a flattened feature map (I, P, width)."""
+        """Encode images (I, 1, S, S), values 0 to 255, as features (I, P, width) of P tokens or P feature-map cells."""
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
@@ -222,14 +230,17 @@ class ChestModel(nn.Module):
         features = encoder(pixel_values=pixels, **options).last_hidden_state
         if features.dim() == 4:
             features = features.flatten(2).transpose(1, 2)
-            # Hugging Face's ConvNeXt applies its last norm only to the pooled output
+            # Hugging Face's ConvNeXt applies its final layer norm only to the pooled output, not to the feature map
             norm = getattr(encoder, "layernorm", None)
             return features if norm is None else norm(features)
-        # DINOv3's ConvNeXt puts its pooled output before the feature map
+        # the first token of DINOv3's ConvNeXt is the pooled output, not a cell of the feature map
         return features[:, 1:] if "convnext" in encoder.config.model_type else features
 
     def image_tokens(self, image: Tensor) -> Tensor:
-        """Embed images (I, 1, S, S) as tokens (I, P, dim), adding sine positions if the encoder is convolutional."""
+        """Embed images (I, 1, S, S), values 0 to 255, as P tokens each, (I, P, dim); dim is the text encoder's width.
+
+        If the image encoder is convolutional, the tokens include sine and cosine position embeddings.
+        """
         tokens = self.project(self.image_features(image))
         if hasattr(self.image.config, "depths") and not hasattr(self.image.config, "window_size"):
             positions = grid_positions(math.isqrt(tokens.shape[1]), tokens.shape[2], tokens.device)
@@ -239,20 +250,25 @@ class ChestModel(nn.Module):
     def finding_tokens(self, labels: Tensor) -> Tensor:
         """Embed CheXpert logits (I, 14) as tokens (I, 14, dim), so that the answers can use the predicted labels.
 
-        The logits are detached, because the labels have their own loss.
+        The logits are detached, so that only the CheXpert loss trains the CheXpert head, not the answer loss.
         """
         name = torch.eye(len(CHEXPERT), device=labels.device).expand(len(labels), -1, -1)
         return self.findings(torch.cat([name, labels.detach().float().sigmoid().diag_embed()], -1))
 
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
-        """Return fp32 logits (B, classes) per head and (B, 14) of CheXpert. image_of (B,): each question's image."""
+        """Return fp32 logits: one (B, classes) tensor per answer head, then one (B, 14) tensor for the CheXpert labels.
+
+        image: I images (I, 1, S, S), values 0 to 255. ids, mask: token ids and attention mask (B, T) of B questions.
+        image_of: index of each question's image, integers (B,).
+        """
         with autocast(image.device, self.precision):
             tokens = self.image_tokens(image)
             labels = self.chexpert(tokens.mean(1))
             tokens = torch.cat([tokens, self.finding_tokens(labels)], 1).index_select(0, image_of)
             labels = labels.index_select(0, image_of)
             if self.text.config.model_type in ("bert", "roberta"):
-                # a 4D mask avoids a host-device sync: transformers checks 2D masks for padding in each pass
+                # in every forward pass, transformers checks a 2D mask for padding, so the host waits for the GPU; a 4D
+                # mask avoids this check
                 mask = mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
             for layer in self.fusion:
@@ -263,7 +279,10 @@ class ChestModel(nn.Module):
 
 
 def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
-    """Sine and cosine positions (side * side, dim) in six octaves, which convolutional features do not encode."""
+    """Return sine and cosine position embeddings (side * side, dim) for a feature map of side x side cells.
+
+    The frequencies span six octaves. Convolutional encoders have no position embeddings of their own.
+    """
     ruler = torch.linspace(-1, 1, side, device=device)
     points = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
     octaves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device).clamp(max=6)
@@ -272,12 +291,17 @@ def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
 
 
 def load_encoder(path: str, flag: str, **options) -> nn.Module:
-    """Load a Hugging Face encoder in fp32. Raises InputError."""
+    """Load the pretrained Hugging Face encoder at `path` (a folder or a hub name) in fp32.
+
+    flag: the flag that set `path`, --image_encoder or --text_encoder. options: changes to the encoder's config; keys
+    that the config lacks are ignored. Raises InputError if loading fails, or if `path` is a text encoder but the flag
+    is --image_encoder, or vice versa.
+    """
     from transformers import AutoConfig, AutoModel, utils
 
     utils.logging.set_verbosity_error()
     utils.logging.disable_progress_bar()
-    # by default, a masked autoencoder hides most of the image from its encoder
+    # use the whole image: by default, Hugging Face's masked autoencoders hide most of it from the encoder
     options["mask_ratio"] = 0.0
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -304,7 +328,11 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> ChestModel:
-    """Build the model and freeze the parameters that are not trained. Raises InputError."""
+    """Build the model from pretrained encoders and apply --freeze_image, --freeze_text and --gradient_checkpointing.
+
+    Parameters that no output depends on are frozen too. Raises InputError if an encoder or the tokenizer cannot be
+    loaded or is incompatible with the other parts, the image size or --deterministic.
+    """
     from transformers import AutoTokenizer
     from transformers.image_processing_base import ImageProcessingMixin
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -329,7 +357,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
     if settings.get("do_normalize") is False:
         mean, std = [0.0], [1.0]
 
-    # initialize new layers identically on every rank
+    # with the same seed, every rank initializes the new layers identically
     torch.manual_seed(args.seed)
     model = ChestModel(image, text, tokenizer, mean, std, args, precision)
     model.image.requires_grad_(not args.freeze_image)
@@ -350,7 +378,8 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
 def freeze_unused(model: ChestModel, path: str) -> None:
     """Freeze parameters that no output depends on, such as BERT's pooler: DDP would wait for their gradients forever.
 
-    Raises InputError if the image encoder does not accept images of this size.
+    A backward pass on a synthetic batch finds these parameters. path: folder or hub name of the image encoder, for the
+    error message. Raises InputError if the image encoder does not accept images of the model's image size.
     """
     precision, model.precision = model.precision, "no"
     try:
@@ -372,11 +401,13 @@ def freeze_unused(model: ChestModel, path: str) -> None:
 
 
 class Questions(Dataset):
-    """The questions of a split, or `limit` of them, evenly spaced (0: all). Items are indices; batch() loads the data.
+    """Dataset of all questions of a split, or of `limit` questions evenly spaced over the split (0: all).
 
-    The data stay in memory-mapped files, so even 31 million questions take no memory in a process. replacement: for
-    each study, the study whose image replaces its own (-1: a black image). rows: row numbers in the prepared columns,
-    instead of those of the split.
+    An item is only the question's index; the collate function batch() loads the data of a whole batch. The data stay in
+    memory-mapped files, so even 31 million questions need almost no memory per process.
+
+    replacement (studies,): for each study, the index of the study whose image to show instead, or -1 for a black image.
+    rows: indices of the questions in the columns of `data`; default: all questions of the split.
     """
 
     def __init__(
@@ -410,11 +441,12 @@ class Questions(Dataset):
         return {name: self.column(name) for name in report.COLUMNS}
 
     def batch(self, tokenizer, indices: list[int]) -> dict:
-        """Collate questions into a batch that contains each image only once.
+        """Collate B questions about I images into a dict of tensors that contains each image only once.
 
-        image (I, 1, S, S) uint8. image_of (B,): index of each question's image. ids, mask (B, T): tokens. head, target
-        (B,). label, known (B, 14): CheXpert labels, and which of them enter the loss. augmentation (I, 6): random
-        changes of the images, in the order of STRENGTH.
+        index (B,): the questions' indices in this dataset. image (I, 1, S, S): uint8 pixels. image_of (B,): index of
+        each question's image. ids, mask (B, T): token ids and attention mask. head, target (B,): indices of the answer
+        head and of the correct class. label, known (B, 14): CheXpert labels, and whether each label enters the loss.
+        augmentation (I, 6), only when training with --augmentation: random image changes in the order of STRENGTH.
         """
         data, rows = self.data, np.array([self.rows[index] for index in indices])
         study = data.study[rows]
@@ -450,9 +482,10 @@ def tokenize(tokenizer, texts: list[str]) -> dict[str, Tensor]:
 
 
 def augment(image: Tensor, augmentation: Tensor) -> Tensor:
-    """Change geometry and contrast of images (I, 1, S, S) by `augmentation` (I, 6), see STRENGTH. Returns floats.
+    """Shift, rotate and zoom images (I, 1, S, S) and change their brightness and gamma; return floats from 0 to 255.
 
-    Images are never mirrored, because questions name left and right.
+    image: values 0 to 255. augmentation (I, 6): the changes of each image, in the order and units of STRENGTH. Images
+    are never mirrored, because questions name left and right.
     """
     x, y, angle, zoom, gain, gamma = augmentation.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
@@ -466,7 +499,11 @@ def augment(image: Tensor, augmentation: Tensor) -> Tensor:
 
 
 def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
-    """Return each question's cross-entropy (B,) and the binary cross-entropy (B, 14) of its known CheXpert labels."""
+    """Return the cross-entropy (B,) of the answers and the binary cross-entropy (B, 14) of the CheXpert labels.
+
+    The binary cross-entropy is 0 for unknown labels. answers: logits (B, classes) from each answer head. chexpert:
+    logits (B, 14).
+    """
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for head, logits in enumerate(answers):
         asked = batch["head"] == head
@@ -476,16 +513,18 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
 
 
 def count_targets(batches: list[dict]) -> list[float]:
-    """Count the targets in this rank's micro-batches: [questions of each head..., known CheXpert labels]."""
+    """Return the number of questions for each answer head and, last, of known CheXpert labels in `batches`."""
     heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
     known = sum(int(batch["known"].sum()) for batch in batches)
     return [*(heads.tolist() if batches else [0] * len(HEADS)), known]
 
 
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
-    """Return a micro-batch's share of the global batch's (loss, answer loss, CheXpert loss).
+    """Return what a micro-batch contributes to the global batch's total loss, answer loss and CheXpert loss.
 
-    counts: sums of count_targets() over all ranks. Each head's cross-entropy is averaged over that head's questions.
+    The contributions of all micro-batches on all ranks add up to the losses. The answer loss is a weighted sum over the
+    answer heads; each head's cross-entropy is averaged over the global batch's questions for that head. counts: the
+    result of count_targets(), summed over all ranks.
     """
     image = augment(batch["image"], batch["augmentation"]) if "augmentation" in batch else batch["image"]
     *answers, chexpert = model(image, batch["ids"], batch["mask"], batch["image_of"])
@@ -500,9 +539,10 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 
 
 def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """All ranks: gather each column's batches on rank 0, in order of the column "index"; other ranks get {}.
+    """Gather result columns from all ranks on rank 0, sorted by the column "index"; return {} on other ranks.
 
-    Rows with a negative index are dropped: run.batches() pads with them.
+    Call on all ranks. own: {column: list with one array per batch of this rank}. Rows with a negative index are
+    dropped, because they are padding from run.batches(). The result has no column "index".
     """
     parts = du.gather_to_main({name: np.concatenate(batches) for name, batches in own.items()})
     parts = [part for part in parts if part]
@@ -516,9 +556,10 @@ def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> report.Rows:
-    """All ranks: answer the questions; rank 0 gets {column: one value per question}, in order of the questions.
+    """Answer the questions of `data`; return {column: one value per question}, in the order of the questions.
 
-    The values are the same at any number of ranks.
+    Call on all ranks, which share the questions; only rank 0 gets the columns computed by the model. The values do not
+    depend on the number of ranks. Raises RunError on all ranks if a prediction is not finite.
     """
     model.eval()
     own, width = defaultdict(list), max(map(len, HEADS.values()))
@@ -546,9 +587,12 @@ def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: R
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """All ranks: loss, accuracy and AUROC of a split."""
+    """Return the losses, accuracy and AUROC for a split on every rank, and save a figure of the answers.
+
+    Call on all ranks, which share the questions.
+    """
     rows, metrics = answer_questions(model, data, batch_size, run, args), {}
-    # computed only on rank 0, so that all ranks make the same decisions
+    # only rank 0 computes the metrics and then broadcasts them, so that all ranks make the same decisions
     if run.ranks.is_main:
         metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)
         run.figure(f"{data.split}_answers", report.draw(rows, data.data))
@@ -557,7 +601,11 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 
 @torch.no_grad()
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
-    """All ranks: compute features of these studies' images for the baselines; rank 0 gets {name: (N, D)}."""
+    """Compute image features for the baselines: return {baseline: features (N, D)} on rank 0 and {} on other ranks.
+
+    Call on all ranks, which share the images. studies: indices (N,) of the studies. The baseline "encoder" uses the
+    image encoder as it was before training.
+    """
     untrained = load_encoder(args.image_encoder, "--image_encoder").to(model.device).eval()
     own = defaultdict(list)
     for indices in EvalBatchSampler(len(studies), max(batch_size, 32), *du.world()):
@@ -572,7 +620,11 @@ def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch
 
 
 def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """All ranks: test a split with baselines and ablations; print tables, write files, and return the metrics."""
+    """Compare the model with baselines and ablations on a split; print tables, save a figure, return the metrics.
+
+    Call on all ranks. The ranks share the forward passes; rank 0 fits the baselines, prints the tables and, with
+    --save_predictions, writes predictions_<split>.parquet. Every rank gets the metrics.
+    """
     data = sets[split].data
     rows = answer_questions(model, sets[split], batch_size, run, args)
 
@@ -605,7 +657,7 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
                         report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
                 run.figure(f"{'eval_' * args.eval_only}{split}_answers", report.draw(rows, data))
         finally:
-            # computing the tables may exceed the collective timeout
+            # other ranks wait here without a timeout: computing the tables may take longer than the collective timeout
             run.ranks.wait_for_main("the tables")
     return du.broadcast_object(metrics)
 
@@ -624,7 +676,11 @@ def head_for(question: str) -> str:
 
 @torch.no_grad()
 def predict(model: ChestModel, run: Run, args: Namespace) -> None:
-    """All ranks: predict answers, their probabilities and the images' findings; rank 0 writes predictions.csv."""
+    """Answer the questions set by --predict and --question; write the answers and findings to predictions.csv.
+
+    Call on all ranks, which share the questions; rank 0 writes the file. Unreadable images are skipped with a warning.
+    Raises InputError if all images are unreadable or if a question needs an answer head that has not been trained.
+    """
     asked = tables.list_questions(args.predict, args.question)
     heads = [args.head or head_for(question) for _, question in asked]
     for head, (_, question) in zip(heads, asked, strict=True):
@@ -679,7 +735,7 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def largest_batch(model: ChestModel, size: int) -> dict:
-    """Synthetic batch that needs the most memory: the longest questions, each about a different image."""
+    """Return a synthetic batch of maximum memory use: `size` questions of maximum length, each with its own image."""
     ids = torch.ones(size, MAX_TOKENS, dtype=torch.long)
     return {
         "ids": ids,
@@ -699,10 +755,11 @@ def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
 
 
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
-    """Return {flag: value} for flags that are not set: from the guide's table with --auto_optimize, else DEFAULTS.
+    """Return {flag: value} for flags that are not set: based on the hardware with --auto_optimize, otherwise DEFAULTS.
 
-    memory (GiB) and compute (capability) are those of the smallest GPU, None without GPUs. node: cores, RAM in GiB, and
-    the number of processes that share them.
+    The choice based on the hardware follows the published training guide (guide 1). memory: lowest GPU memory in GiB.
+    compute: lowest compute capability of the GPUs. Both are None without GPUs. node: (CPU cores, available RAM in GiB,
+    number of processes that share the cores and the RAM).
     """
     cores, ram, processes = node
     table = hardware_utils.settings_for(
@@ -719,13 +776,18 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
 
 
 def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, tuple]:
-    """All ranks: return (memory, compute, node) for fill_settings(), each the smallest of all processes."""
+    """Return the weakest hardware of all ranks as the arguments memory, compute and node of fill_settings().
+
+    Call on all ranks. Every value is the minimum over all ranks, except the number of processes that share CPU cores,
+    which is the maximum.
+    """
     memory = compute = None
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         memory, compute = card.total_memory / GIB, float(f"{card.major}.{card.minor}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    # count processes per set of cores: torchrun's processes share a machine's cores, srun's may each have their own
+    # count the processes on each set of CPU cores: processes started by torchrun share all cores of a machine, while
+    # srun may assign each process its own cores
     own = (platform.node(), *cores), memory, compute, hardware_utils.usable_cores(), hardware_utils.available_ram_gb()
     core_sets, *sizes = zip(*du.gather_objects(own), strict=True)
     memory, compute, cores, ram = (min((x for x in values if x is not None), default=None) for values in sizes)
@@ -733,7 +795,7 @@ def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, 
 
 
 def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
-    """Return (whether to train with DeepSpeed, why), following the guide's diagram.
+    """Return (whether to train with DeepSpeed, the reason), following the published training guide (guide 1).
 
     Raises InputError if DeepSpeed is requested but not installed, or requested with --deterministic.
     """
@@ -770,7 +832,11 @@ def read_deepspeed_config(args: Namespace) -> dict:
 
 
 def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str:
-    """Precision from --mixed_precision, else the guide's `fp16:`, else DeepSpeed's config; auto if none sets it."""
+    """Return the precision set by --mixed_precision, by `fp16` in the --config file, or by the DeepSpeed config.
+
+    The first of these that sets a precision wins; if none does, return "auto". Without a GPU, only --mixed_precision
+    counts.
+    """
     if args.mixed_precision != "auto" or device.type != "cuda":
         return args.mixed_precision
     if args.fp16 is not None:
@@ -783,9 +849,10 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 
 @dataclass
 class Settings:
-    """Settings from flags, files and hardware, chosen before data and model are loaded.
+    """Settings of a run, resolved from flags, config files and hardware before the data and the model are loaded.
 
-    config: DeepSpeed's, {} without DeepSpeed.
+    args: the flags, including those chosen for the hardware. precision: "no", "fp16" or "bf16". config: the DeepSpeed
+    config, or {} to train without DeepSpeed. banner: {title: text}, printed when training starts.
     """
 
     args: Namespace
@@ -795,7 +862,10 @@ class Settings:
 
 
 def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
-    """All ranks: choose the hardware settings, the engine and the precision."""
+    """Choose the flags that depend on the hardware, the training engine (DeepSpeed or plain torch) and the precision.
+
+    Call on all ranks. Raises InputError if the DeepSpeed config is invalid or flags contradict each other.
+    """
     chosen = fill_settings(args, ranks.world_size, *weakest_hardware(ranks.device))
     names = [name for name in chosen if name not in ("zero_stage", "offload_optimizer")] if args.auto_optimize else []
     from_hardware = ", ".join(f"{name} {chosen[name]}" for name in names)
@@ -821,7 +891,10 @@ def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
 
 
 def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
-    """Open the questions of each split. Raises InputError if the split to train or evaluate on is empty."""
+    """Return {split: Questions data set}, limited by --max_samples and, for validation in training, by --eval_samples.
+
+    Raises InputError if the split to train or evaluate on is empty.
+    """
     limits = dict.fromkeys(SPLITS, args.max_samples)
     if not args.eval_only:
         limits["val"] = min(filter(None, (args.max_samples, args.eval_samples)), default=0)
@@ -833,7 +906,10 @@ def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
 
 
 def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Questions], settings: Settings) -> int:
-    """All ranks: train with validation, then test the best weights. Returns the exit code of a stop signal, else 0."""
+    """Train and validate, then test the best weights. Call on all ranks.
+
+    Returns the process's exit code: 0, or the code for the stop signal that interrupted training.
+    """
     data, device = sets["train"].data, run.ranks.device
     batch = run.plan_batches(
         model,
@@ -867,7 +943,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
         )
     else:
         if device.type == "cuda":
-            # not with DeepSpeed, which broadcasts weights as flat buffers and needs them contiguous
+            # channels_last only without DeepSpeed, which needs contiguous weights to broadcast them as flat buffers
             model.image.to(memory_format=torch.channels_last)
         engine = make_engine(*parts, saved=run.checkpoint)
 
@@ -885,23 +961,26 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
             metrics = evaluate(model, sets["val"], batch.micro_batch_size, run, args) if len(sets["val"]) else {}
             training.record(metrics, headline="val/vqa_accuracy")
 
-        # without a validation set, the last weights count as the best
+        # without a validation set, the final weights count as the best
         training.load_best()
         training.finish(test(model, sets, "test", batch.micro_batch_size, run, args) if len(sets["test"]) else {})
     return 0
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """All ranks: train, evaluate (--eval_only) or predict (--predict)."""
+    """Evaluate (--eval_only), predict (--predict) or, with neither flag, train; return the process's exit code.
+
+    Call on all ranks.
+    """
     settings = choose_settings(args, ranks)
     args, data = settings.args, None
-    # training writes nothing until Training is constructed, so earlier errors leave the run folder unchanged
+    # a training run writes nothing before Training is constructed, so earlier errors leave the run folder unchanged
     with du.agree_on_errors():
         if not args.predict:
             data = open_prepared(Path(args.data_path))
             args = with_flags(args, image_size=args.image_size or data.metadata["image_size"])
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # use the checkpoint's encoders, unless a flag gives their new path
+    # use the encoder paths in the checkpoint, unless --image_encoder or --text_encoder sets a new path
     saved = run.checkpoint["encoders"] if run.checkpoint else {}
     args = with_flags(run.args, **{name: saved[name] for name in saved if getattr(args, name) == ENCODERS[name]})
     if data and args.image_size != data.metadata["image_size"]:
@@ -933,7 +1012,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 def main(args: Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.device_count():
-        # otherwise DeepSpeed searches for a GPU and prints a warning
+        # without DS_ACCELERATOR=cpu, DeepSpeed would search for a GPU and print a warning
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

@@ -1,6 +1,6 @@
-"""Map a question of MIMIC-Ext-CXR-QBA to the head that answers it and to its target class."""
+"""Map each question of the MIMIC-Ext-CXR-QBA data set to one of the model's answer heads and to a target class."""
 
-# CheXpert labels, spelled as in the release
+# CheXpert labels, spelled as in MIMIC-CXR-JPG
 CHEXPERT = (
     "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Enlarged Cardiomediastinum", "Fracture", "Lung Lesion",
     "Lung Opacity", "No Finding", "Pleural Effusion", "Pleural Other", "Pneumonia", "Pneumothorax", "Support Devices",
@@ -10,7 +10,7 @@ SIDED = (
     "costophrenic angle", "hemidiaphragm",
 )  # fmt: skip
 MIDDLE = ("mediastinum", "upper mediastinum", "heart", "aorta", "trachea", "spine", "abdomen")
-# classes of each answer head; no class name occurs in two heads
+# answer classes of each head; no class name belongs to two heads
 HEADS = {
     "binary": ("no", "yes"),
     "category": tuple(name.lower() for name in CHEXPERT),
@@ -20,7 +20,7 @@ HEADS = {
 HEAD_NUMBER = {head: number for number, head in enumerate(HEADS)}
 CLASS_OF = {head: {name: number for number, name in enumerate(names)} for head, names in HEADS.items()}
 
-# a question type is written with a code (`D02_has_finding`) or as a name alone (`has_finding`)
+# MIMIC-Ext-CXR-QBA writes question types with a code (`D02_has_finding`) or as a name alone (`has_finding`)
 HEAD_OF_CODE = {
     **dict.fromkeys(("B10", "B11", "B13", "C03", "C04", "C08", "D02", "D06"), "binary"),
     **dict.fromkeys(("C01", "C02", "D03", "D07"), "region"),
@@ -45,12 +45,14 @@ def head_of(question_type: str) -> str | None:
 
 
 def target_of(question: dict, head: str) -> tuple[int | None, str]:
-    """Return a question's (target class, "") from its main answers, or (None, reason) if they have none.
+    """Return (index of the target class, ""), or (None, reason) if the question's main answers determine no class.
 
-    Names must match exactly. binary: the positiveness of the first main answer, reversed for `is_normal`. Other heads:
-    the first class named in a main answer that is not negative, because descriptions also list absent findings ("no
-    effusion" is `neg` with effusion in `obs_entities`). If all answers are negative, the category is "no finding" and
-    `where_is` has no target.
+    question: a question of MIMIC-Ext-CXR-QBA with its answers. head: the answer head. The binary head uses the
+    positiveness of the first main answer, reversed for the question type `is_normal`.
+
+    The other heads use the first name in the main answers that equals a class name, apart from case. Answers with
+    positiveness `neg` come last, because descriptions also list absent findings: the answer "no effusion" is `neg` and
+    has effusion in `obs_entities`. A `neg` answer means the category "no finding"; it gives no target for `where_is`.
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:
@@ -62,8 +64,8 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
             return None, f"positiveness {sign!r}"
         return int((sign == "pos") != ("is_normal" in kind)), ""
 
-    # a stable sort that puts negative answers last
     unknown = ""
+    # sort negative answers to the end and otherwise keep the order
     for main in sorted(mains, key=lambda answer: answer.get("positiveness") == "neg"):
         absent = main.get("positiveness") == "neg"
         if head == "severity":

@@ -1,11 +1,13 @@
 """Convert chest X-rays and questions to files that train_mimic_cxr.py maps into memory.
 
-OUT/studies.parquet       one row per study: image, patient, split, view, sex, age, 14 CheXpert labels (1, 0, -1, blank)
-OUT/questions.arrow       one row per question: study, head, target, type, question; sorted by split and study
+OUT/studies.parquet       one row per study: path of the image, patient, split, view, sex, age, and 14 CheXpert labels
+                          (1 present, 0 absent, -1 uncertain, NaN unknown)
+OUT/questions.arrow       one row per question: index of the study, answer head, target class, question type, text;
+                          sorted by split and study
 OUT/images_<side>.u8      decoded images, (studies, side, side) uint8
 OUT/prepared.json         sources, settings, and counts of used and excluded data
 
-OUT is renamed into place last, so if it exists it is complete.
+All files are written to a temporary folder, which is renamed to OUT at the end. So if OUT exists, it is complete.
 """
 
 import argparse
@@ -44,11 +46,11 @@ VIEWS = {"frontal": ("PA", "AP"), "PA": ("PA",), "AP": ("AP",), "lateral": ("LAT
 VIEW_OF_CODE = {"postero-anterior": "PA", "antero-posterior": "AP", "lateral": "LATERAL", "left lateral": "LL"}
 GRADES = ("D", "C", "B", "A", "A+", "A++")
 RATING = "question.quality.rating"
-# dictionary-encoded, because a few texts repeat many times
+# dictionary encoding for text columns, because a few distinct texts repeat many times
 TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(), "type": TEXT, "question": TEXT})
 UNREADABLE = (OSError, ValueError, EOFError, zlib.error)
-# studies, and images, per job of the process pool
+# number of studies whose questions are read, and number of images decoded, per job of the process pool
 STUDIES, IMAGES = 256, 64
 
 
@@ -68,12 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of patients in train, val and test, for a table without a split column",
     )
     add("--seed", type=int, default=0, help="seed of --split; with it, a patient's name determines the split")
-    # same count as in hardware_utils, but without importing torch; on Windows at most 61, the limit of process pools
+    # joblib counts the usable CPU cores without importing torch; on Windows it returns at most 61, the limit of process
+    # pools
     add("--workers", type=whole(1), default=joblib.cpu_count(), help="number of processes")
 
 
 def map_lazily(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
-    """Like pool.map, but with at most `ahead` jobs in memory, because all jobs together would take gigabytes."""
+    """Like pool.map(), but with at most `ahead` jobs in memory, because all jobs together would need gigabytes."""
     waiting = deque()
     for job in jobs:
         waiting.append(pool.submit(function, job))
@@ -88,11 +91,11 @@ def table_of(rows: list[tuple]) -> pa.Table:
     return pa.table(arrays, SCHEMA)
 
 
-# --- the releases -----------------------------------------------------------------------------------------------------
+# --- MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA ------------------------------------------------------------------------------
 
 
 def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
-    """Read columns of a CSV file as text. Raises InputError."""
+    """Read the named columns of a CSV file as text. Raises InputError if the file is unreadable or lacks a column."""
     try:
         return pd.read_csv(path, dtype=str, usecols=columns)
     except UNREADABLE as error:
@@ -100,9 +103,13 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 
 
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
-    """Return studies with an image of this view, sorted by split and study, and counts of excluded studies by reason.
+    """Return the studies that have an image of this view, one image each, and counts of excluded studies by reason.
 
-    PA takes precedence over AP. Of several images with the same view, the first by name is used.
+    jpg: folder of MIMIC-CXR-JPG. view: a key of VIEWS; for "frontal", a PA image takes precedence over an AP image. If
+    several images have the same view, the first by dicom_id is used. patients: path of MIMIC-IV's patients.csv.gz with
+    sex and age, or None. The studies are sorted by split, then by study_id.
+
+    Raises InputError if a file is unreadable, a patient is in two splits, or none of the images exists.
     """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
     table = read_csv(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", names)
@@ -138,7 +145,11 @@ def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFra
 
 
 def find_release(root: Path, grade: str) -> Path:
-    """Return the folder that holds qa/ or qa.zip: root itself, or its export of this grade. Raises InputError."""
+    """Return the folder that contains the questions (qa/ or qa.zip): root or root/exports/<grade>_frontal.
+
+    root: folder of MIMIC-Ext-CXR-QBA. In the folder name, the grade has no plus signs. Raises InputError if neither
+    folder contains the questions.
+    """
     for folder in (root, root / "exports" / f"{grade.rstrip('+')}_frontal"):
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             return folder
@@ -146,9 +157,10 @@ def find_release(root: Path, grade: str) -> Path:
 
 
 def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
-    """Return a function that maps a study to the ids of its questions of this grade or better. Raises InputError.
+    """Return a function that maps a study_id to the ids of the study's questions of at least this quality grade.
 
-    The grades are only in question_metadata.parquet.
+    release: folder of MIMIC-Ext-CXR-QBA. Reads metadata/question_metadata.parquet, because the files with the questions
+    do not contain the grades. Raises InputError if the parquet file is unreadable.
     """
     path = release / "metadata" / "question_metadata.parquet"
     good = GRADES[GRADES.index(grade) :]
@@ -160,7 +172,7 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
             kept = [rank for rank, name in enumerate(rating) if name and re.sub(r"^\d+_", "", name) in good]
             batch = batch.filter(pc.is_in(batch[RATING].indices, pa.array(kept, pa.int32())))
             studies.append(pc.cast(pc.utf8_slice_codeunits(batch["study_id"], 1), pa.int64()).to_numpy())
-            # all ids together may exceed the 2 GB limit of a string array
+            # large_string, because all question ids together may exceed the 2 GB limit of pyarrow's string arrays
             ids.append(pc.cast(batch["question_id"], pa.large_string()))
     except (OSError, KeyError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read ({error}); download it again, or --grade all") from None
@@ -178,14 +190,18 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
 
 @functools.cache
 def open_release(release: Path) -> Path | zipfile.Path:
-    """Return the folder or the zip that holds qa/; cached, so a process reads the zip's 227,827 names only once."""
+    """Return the folder `release` if it contains a folder qa/, otherwise its qa.zip as a zipfile.Path.
+
+    Cached, so that each process reads the 227,827 file names in qa.zip only once.
+    """
     return release if (release / "qa").is_dir() else zipfile.Path(release / "qa.zip")
 
 
 def read_part(job: tuple) -> tuple[pa.Table, Counter]:
-    """Return the questions of some studies, and counts of excluded studies and questions by reason.
+    """Return the questions of some studies as a table, and counts of excluded studies and questions by reason.
 
-    job: (release, index of the first study, [(subject, study)], [each study's questions to keep] or None for all).
+    job: (folder of MIMIC-Ext-CXR-QBA, index of the first study, [(subject_id, study_id), ...], question ids to keep).
+    The question ids are a list with one set per study, or None to keep all questions.
     """
     release, first, studies, good = job
     rows, left_out = [], Counter()
@@ -239,9 +255,13 @@ def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFram
 
 
 def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
-    """Return a row's CheXpert labels, from a column `labels` that names those present or from one column per label."""
+    """Return the CheXpert labels in a row of the user's table as {label: 1, 0 or -1}.
+
+    The column "labels" lists the labels that are present; all others are then 0. Without this list, each label has a
+    column of its own. source: file and line of the row, for error messages. Raises InputError if a value is invalid.
+    """
     present = [name.strip().lower() for name in row.get("labels", "").split(";") if name.strip()]
-    # both "no finding" and "none" mark a healthy study
+    # in the column "labels", "none" means the same as "no finding"
     present = ["no finding" if name == "none" else name for name in present]
     for name in present:
         if name not in CLASS_OF["category"]:
@@ -257,7 +277,12 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 
 
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
-    """Return a row's image, patient and split, and view, sex, age and labels if given. Raises InputError."""
+    """Return the image, patient, split, known CheXpert labels and any view, sex and age in a row of the user's table.
+
+    By default, each image is a patient of its own, and the patient's name and --seed determine the split. source: file
+    and line of the row, for error messages. folder: the table's folder, where image paths start. Raises InputError if a
+    value is invalid or the image does not exist.
+    """
     image, split = row["image"], row.get("split", "")
     if ".." in Path(image).parts and not Path(image).is_absolute():
         raise InputError(f"{source}: {image} leads out of the table's folder; give an absolute path")
@@ -274,9 +299,10 @@ def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Name
 
 
 def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
-    """Return (head, target, type, text) of a row. Raises InputError.
+    """Return (index of the answer head, index of the answer's class, type, text) for a question in the user's table.
 
-    Without a head column, the answer determines the head, because no answer belongs to two heads.
+    If the row names no head, the answer determines the head, because no answer belongs to two heads. source: file and
+    line of the row, for error messages. Raises InputError if the question is blank or the head or answer is unknown.
     """
     answer, text = row.get("answer", "").lower(), row["question"]
     head = row.get("head", "").lower() or next((name for name in HEADS if answer in CLASS_OF[name]), None)
@@ -291,9 +317,10 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 
 
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
-    """Read a table with image, question, answer and optional columns; return (studies, questions, empty Counter).
+    """Read the user's table of images, questions, answers and labels; return (studies, questions, empty Counter).
 
-    Without a question column, each known label becomes a question. Raises InputError that names all invalid rows.
+    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question. The Counter, of excluded
+    rows, is empty: instead of excluding invalid rows, the function lists all of them and raises InputError.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
@@ -327,15 +354,19 @@ def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]
 
 
 def decode(path: str | Path, side: int) -> np.ndarray:
-    """Read an image as (side, side) uint8, scaled to fit and padded with black. Raises OSError or ValueError."""
+    """Read an image file as gray values (side, side), uint8, scaled to fit and padded with black.
+
+    Raises OSError or ValueError if the file is not a readable image.
+    """
     image = images.open_upright(path, side=2 * side).convert("L")
     return np.asarray(images.square(image, side, Image.Resampling.BICUBIC))
 
 
 def decode_part(job: tuple) -> list[tuple[int, str]]:
-    """Decode some studies' images and write them into the image file; return [(study, error)].
+    """Decode one image for each of several consecutive studies and write the pixels into the image file.
 
-    job: (file, side, index of the first study, paths).
+    job: (image file, side in pixels, index of the first study, paths of the images). Unreadable images are left black;
+    returns [(index of the study, error message)] for them.
     """
     file, side, first, paths = job
     pixels, problems = np.zeros((len(paths), side, side), np.uint8), []
@@ -344,7 +375,7 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
             pixels[number] = decode(path, side)
         except (OSError, ValueError) as error:
             problems.append((first + number, f"{path}: not a readable image ({error})"))
-    # no memory map, because on a full disk, writing to a map kills the process instead of raising OSError
+    # not a memory map: on a full disk, writing to a memory map kills the process instead of raising OSError
     with open(file, "r+b") as target:
         target.seek(first * side**2)
         target.write(pixels)
@@ -352,9 +383,12 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
 
 
 def write(args: argparse.Namespace, folder: Path) -> None:
-    """Write the four files into a folder and print a summary. Raises InputError for an unusable source."""
+    """Write studies.parquet, questions.arrow, images_<side>.u8 and prepared.json into `folder`; print a summary.
+
+    Raises InputError if a source is unusable or if no question is left.
+    """
     own = len(args.source) == 1
-    # without gc.disable, half of the time goes into garbage collection, which finds nothing
+    # without gc.disable, the worker processes spend half of their time on garbage collection, which frees nothing
     with ProcessPoolExecutor(args.workers, initializer=gc.disable) as pool:
         studies, rows, left_out = read_own(args) if own else read_releases(args, pool)
         if not len(rows):
@@ -390,7 +424,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     metadata |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     metadata |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
-        # a resumed run checks that its data have the same digest
+        # a resumed training run compares this digest with its checkpoint to make sure that the questions are the same
         metadata["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
@@ -402,7 +436,10 @@ def write(args: argparse.Namespace, folder: Path) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Write OUT. Raises InputError if OUT exists or a source is unusable, RunError if writing or a process fails."""
+    """Convert the data in args.source and write the folder args.out.
+
+    Raises InputError if the folder exists or a source is unusable, RunError if writing fails or a process is killed.
+    """
     if len(args.source) > 2 or (len(args.source) == 1 and Path(args.source[0]).is_dir()):
         raise InputError("give CXR_JPG QA_RELEASE OUT, or TABLE OUT")
     out = Path(args.out)
@@ -426,18 +463,23 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """Return [0, end of train, end of val, end of test] as positions in `study`, the sorted study of each question."""
+    """Return [0, end of train, end of val, end of test], where the splits end in a list of questions sorted by split.
+
+    studies: table of the studies with a column "split". study (questions,): index of each question's study, sorted.
+    """
     sizes = studies["split"].value_counts().reindex(SPLITS, fill_value=0)
-    # searchsorted would copy the column if the dtypes differed
+    # convert to the dtype of `study`, because np.searchsorted would copy `study` if the dtypes differed
     return [0, *np.searchsorted(study, sizes.cumsum().to_numpy(study.dtype)).tolist()]
 
 
 @dataclass
 class Prepared:
-    """A prepared folder. Large arrays are memory-mapped, so all processes of a machine share them.
+    """Contents of a folder that prepare() wrote. A machine's processes share the large arrays, which are memory-mapped.
 
-    images: (studies, side, side) uint8. labels: (studies, 14) of 1, 0, -1, NaN. study, head, target: (questions,).
-    type, question: (questions,), indices into `types` and `texts`. bounds: see split_bounds().
+    images (studies, side, side): uint8 gray values. studies: the table studies.parquet. labels (studies, 14): CheXpert
+    labels 1, 0, -1 (uncertain) or NaN. study, head, target (questions,): indices of each question's study, answer head
+    and target class. type, question (questions,): indices into `types` and `texts`. bounds: where the splits end among
+    the questions, see split_bounds(). metadata: contents of prepared.json.
     """
 
     folder: Path
@@ -455,12 +497,12 @@ class Prepared:
     metadata: dict
 
     def __reduce__(self):
-        # spawned DataLoader workers map the files themselves instead of receiving a copy
+        # pickle only the folder's path: spawned DataLoader workers then map the files instead of receiving copies
         return open_prepared, (self.folder,)
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Open a folder written by prepare(). Raises InputError for any other folder."""
+    """Open a folder that prepare() wrote. Raises InputError if files are missing, damaged or in another format."""
     try:
         metadata = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
         if metadata["format"] != FORMAT:

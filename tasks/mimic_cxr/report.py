@@ -1,4 +1,7 @@
-"""Evaluation of a MIMIC-CXR run: scores with intervals by patient, baselines, ablations, files, and a figure."""
+"""Evaluate a model trained by train_mimic_cxr.py: print tables of scores, write predictions and draw a figure.
+
+The tables compare the model with baselines and ablations. Their 95 % confidence intervals are clustered by patient.
+"""
 
 import textwrap
 from pathlib import Path
@@ -13,13 +16,14 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
 from tasks.mimic_cxr.prepare import Prepared
 from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
-# maximum number of questions in an ablation, and of questions whose images the baselines are fitted to
+# maximum number of test questions in each ablation, and of training or validation questions for the image baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# in baselines that see the image: maximum number of questions with their own classifier, and of components
+# in image baselines: maximum number of question texts with a classifier of their own, and of principal components
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
-# {column: one value per question}: COLUMNS and the model's answers, see answer_questions() in train_mimic_cxr.py
+# {column: one value per question}, with the columns in COLUMNS and, for questions that the model has answered, the
+# columns that answer_questions() in train_mimic_cxr.py adds
 Rows = dict[str, ndarray]
 COLUMNS = ("study", "head", "target", "type", "question")
 
@@ -28,9 +32,11 @@ COLUMNS = ("study", "head", "target", "type", "question")
 
 
 def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
-    """Areas under the ROC curves (R, labels) of scores (S, labels); resample r contains study s counts[r, s] times.
+    """Return the area under the ROC curve of each label in each of R bootstrap resamples of S studies, (R, labels).
 
-    truth: 1, 0, or any other value for unknown. Ties count half. NaN if a class is absent.
+    scores (S, labels): predictions. truth (S, labels): 1, 0, or any other value if unknown. counts (R, S): how often
+    each resample contains each study. A tie between a positive and a negative study counts half. The area is NaN if a
+    resample contains no positive or no negative study for the label.
     """
     areas = np.full((len(counts), scores.shape[1]), np.nan)
     for label in range(scores.shape[1]):
@@ -50,12 +56,15 @@ def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
 
 
 def macro(areas: ndarray) -> ndarray:
-    """Average areas (R, labels) over the labels, ignoring NaN."""
+    """Average the AUROCs (R, labels) of R bootstrap resamples over the labels, ignoring NaN; return (R,)."""
     return pd.DataFrame(areas).mean(axis=1).to_numpy()
 
 
 def calibration_error(probability: ndarray, right: ndarray) -> float:
-    """Expected calibration error in 15 bins of equal width."""
+    """Return the expected calibration error of predicted probabilities (N,), with 15 bins of equal width.
+
+    right (N,): whether each predicted event occurred.
+    """
     from torchmetrics.functional.classification import binary_calibration_error
 
     return float(binary_calibration_error(torch.from_numpy(probability).float(), torch.from_numpy(right).long()))
@@ -83,7 +92,11 @@ def score(rows: Rows, labels: ndarray, head_weight: dict, chexpert_weight: float
 def most_frequent_targets(
     keys: ndarray, heads: ndarray, targets: ndarray, wanted: ndarray, wanted_heads: ndarray
 ) -> ndarray:
-    """Return the most frequent target of each wanted (key, head) pair, or -1 for a pair without a target."""
+    """Return the most frequent target class (M,) of each wanted pair of key and answer head; -1 if a pair never occurs.
+
+    keys, heads, targets (N,): key, answer head and target class of each question to count. A key is an integer that
+    stands for a property of the question, such as its type. wanted, wanted_heads (M,): the pairs to look up.
+    """
     codes, counts = np.unique((keys.astype(np.int64) * 4 + heads) * 64 + targets, return_counts=True)
     codes = codes[np.lexsort((counts, codes // 64))]
     last = np.flatnonzero(np.diff(codes // 64, append=-1))
@@ -94,7 +107,11 @@ def most_frequent_targets(
 
 
 def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
-    """Answer with the most frequent training answer to the question's type, or to its exact text if that occurs."""
+    """Answer the questions in `rows` with two baselines that ignore the image: "majority" and "question_only".
+
+    "majority" is the most frequent training answer to questions of the same type. "question_only" is the most frequent
+    training answer to the same question text, or the majority answer if the text does not occur in training.
+    """
     majority, question = (
         most_frequent_targets(train[name], train["head"], train["target"], rows[name], rows["head"])
         for name in ("type", "question")
@@ -103,10 +120,11 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 
 
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
-    """Answer each question from the CheXpert label that best predicts its answer in training.
+    """Answer each question with the most frequent training answer for the same text and value of one CheXpert label.
 
-    The training rows use the true labels (studies, 14), `rows` the predicted labels. fallback (N,): answers to
-    questions that no label can answer.
+    For each question text, the label is the one that predicts the training answers best. Training uses the true labels
+    (studies, 14), but the questions in `rows` use the labels predicted by the network. fallback (N,): answers to use
+    where no label yields an answer.
     """
     names, text = np.unique(train["question"], return_inverse=True)
     known, target, heads = labels[train["study"]], train["target"], train["head"]
@@ -131,7 +149,10 @@ def small_pixels(image: torch.Tensor) -> torch.Tensor:
 
 
 def image_numbers(image: torch.Tensor) -> torch.Tensor:
-    """Features (N, 60) of images (N, 1, S, S) in 0..1: 4 x 4 means and SDs, histograms of gray values and gradients."""
+    """Summarize images (N, 1, S, S), values 0 to 1, by 60 numbers each: return features (N, 60).
+
+    The numbers are means and SDs in a 4 x 4 grid, a histogram of the gray values, and a histogram of the gradients.
+    """
     mean = F.adaptive_avg_pool2d(image, 4)
     deviation = (F.adaptive_avg_pool2d(image.square(), 4) - mean.square()).clamp_min(0).sqrt()
     gradient = torch.hypot(image.diff(dim=2)[..., :-1], image.diff(dim=3)[:, :, :-1])
@@ -143,39 +164,49 @@ def image_numbers(image: torch.Tensor) -> torch.Tensor:
     return torch.cat([mean.flatten(1), deviation.flatten(1), *histograms], 1)
 
 
-# {name of the baseline: function from images (N, 1, S, S) in 0..1 to features}
+# {name of the baseline: function from images (N, 1, S, S), values 0 to 1, to features (N, D)}
 IMAGE_FEATURES = {"pixels": small_pixels, "numbers": image_numbers}
 
 
 def components(features: ndarray, fitted: int) -> ndarray:
-    """Whitened principal components (N, 64) of standardized features (N, D), fitted to the first `fitted` rows."""
+    """Standardize features (N, D), project them on at most 64 whitened principal components and return (N, components).
+
+    fitted: number of leading rows to which the standardization and the principal components are fitted.
+    """
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import StandardScaler
 
     x = StandardScaler().fit(features[:fitted]).transform(features.astype(float))
     count = min(COMPONENTS, fitted, x.shape[1])
     pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
-    # Drop components without variance, where whitening would amplify rounding errors; they come from linearly dependent
-    # features, such as the shares of a histogram. Keep at least one, because scikit-learn cannot fit zero features.
+    # Drop components without variance, because whitening would amplify their rounding errors. Linearly dependent
+    # features, for example histogram bins that sum to 1, cause such components. Keep at least one component, because
+    # scikit-learn cannot fit zero features.
     return pca.transform(x)[:, : max(1, (pca.explained_variance_ > 1e-6).sum())]
 
 
 def fit_logistic(x: ndarray, target: ndarray, penalty: float):
-    """Fit a logistic regression whose L2 penalty is relative to the mean loss, independent of the number of rows."""
+    """Fit a logistic regression of `target` (N,) on features (N, D).
+
+    penalty: weight of the L2 penalty relative to the mean loss, so that the effect of the penalty does not depend on N.
+    """
     from sklearn.linear_model import LogisticRegression
 
-    # converge tightly, so that no answer depends on the processor
+    # use a small tolerance, so that rounding differences between processors do not change any answer
     return LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000).fit(x, target)
 
 
 def answers_from_features(
     features: ndarray, labels: ndarray, train: Rows, val: Rows, rows: Rows, fallback: ndarray
 ) -> tuple[ndarray, ndarray]:
-    """Return (answers (N,), label scores (S, 14)) of logistic regressions on principal components of image features.
+    """Predict answers and CheXpert labels by logistic regression on principal components of image features.
 
-    Fits one regression per label and per frequent question to the training set; the validation set selects one penalty
-    for the labels and one for the questions. features: the studies of train, val and rows, concatenated. labels:
-    (studies, 14). fallback (N,): answers to the less frequent questions.
+    Fits one regression to the training questions per CheXpert label and one per frequent question text. The validation
+    questions select one L2 penalty for all labels and one for all question texts.
+
+    features: one row for each distinct study of `train`, then of `val`, then of `rows`. labels (studies, 14): the true
+    labels of all studies. fallback (N,): answers to the N questions in `rows`, used for rare question texts. Returns
+    (answers (N,), CheXpert scores (S, 14) of the S distinct studies in `rows`).
     """
     studies = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(studies[0]))
@@ -220,20 +251,23 @@ class SplitResults:
         self.right, self.patients = (rows["predicted"] == rows["target"]).astype(float), patients[rows["study"]]
         self.studies, first = np.unique(rows["study"], return_index=True)
         self.truth, self.probability = data.labels[self.studies], rows["chexpert"][first]
-        # how often each study occurs in the data (row 0) and in each resample of the patients
+        # counts (1 + 1000, studies): row 0 is 1 for each study; each other row counts how often a bootstrap resample
+        # of the patients contains each study
         once = np.ones(len(self.studies))
         self.counts = np.vstack([once, resample_cases(patients[self.studies], once)])
-        # AUROC of each label, (1 + 1000, 14)
+        # AUROC of each label, (1 + 1000, 14): in the data (row 0) and in each bootstrap resample
         self.areas = aurocs(self.probability, self.truth, self.counts)
 
 
 def print_tables(
     results: SplitResults, train: Rows, fitted: Rows, val: Rows, features: dict[str, ndarray], ablations: dict
 ) -> dict[str, float]:
-    """Rank 0: print the scores of the network, its baselines and its ablations; return them as {name: value}.
+    """Print the scores of the network, the baselines and the ablations; return the scores as {name: value}.
 
-    train: all training questions; if there are none, there are no baselines. fitted, val: training and validation
-    questions whose images the baselines see. ablations: {name: (indices of the questions, their Rows)}.
+    Call on rank 0 only. train: all training questions; without any, the baselines are skipped. fitted: the training
+    questions to which the image baselines are fitted. val: the validation questions that select the image baselines'
+    L2 penalties. features: {image baseline: image features}, see answers_from_features(). ablations: {ablation:
+    (indices of the questions, the network's answers as Rows)}.
     """
     answers, label_scores = {}, {}
     if len(train["target"]):
@@ -269,7 +303,10 @@ def table_of_answers(results: SplitResults, answers: dict[str, ndarray], ablatio
 
 
 def table_of_findings(results: SplitResults, label_scores: dict[str, ndarray]) -> dict[str, float]:
-    """Mean AUROC of the labels, with the network's lead over each baseline in the same resamples."""
+    """Print and return the mean AUROC over the CheXpert labels, for the network and for each baseline.
+
+    Also prints and returns the network's advantage over each baseline, computed in the same bootstrap resamples.
+    """
     metrics, areas = {}, macro(results.areas)
     table = {"network": {"AUROC": add_area(metrics, "chexpert_auroc", areas)}}
     for name, scores in label_scores.items():
@@ -324,12 +361,18 @@ def table_of_groups(results: SplitResults) -> dict[str, float]:
 
 
 def add_mean(metrics: dict, key: str, values: ndarray, patients: ndarray, sign: str = "") -> str:
-    """Add a mean and its interval by patient to the metrics; return both as text. sign: "+" for a lead."""
+    """Add the mean of `values` and its confidence interval, clustered by patient, to `metrics`; return both as text.
+
+    sign: "+" if the values are differences between two models, otherwise "".
+    """
     return add_score(metrics, key, values.mean(), interval_of_mean(values, patients, bounded=not sign), sign)
 
 
 def add_area(metrics: dict, key: str, areas: ndarray, sign: str = "") -> str:
-    """Like add_mean(), for AUROCs or leads; areas[0] is from the data, the others from the resamples."""
+    """Add an AUROC, or a difference of two AUROCs, and its confidence interval to `metrics`; return both as text.
+
+    areas: the value in the data, followed by the values in the bootstrap resamples. sign: "+" for a difference.
+    """
     return add_score(metrics, key, areas[0], interval_of_resamples(areas[1:]), sign)
 
 
@@ -371,9 +414,10 @@ def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
 
 
 def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, tuple], labels: list[str]) -> None:
-    """Rank 0: write predictions.csv and print the first answers with their likeliest findings.
+    """Write predictions.csv and print the first nine answers, each with the four most probable findings.
 
-    found: {index of a question in `asked`: (head, class probabilities, probabilities of the 14 labels)}.
+    Call on rank 0 only. asked: [(path of the image, question), ...]. found: {index of a question in `asked`: (answer
+    head, class probabilities, probabilities of the 14 CheXpert labels)}. labels: CheXpert labels to write and print.
     """
     lines = []
     for index, (head, probability, findings) in found.items():
@@ -392,7 +436,7 @@ def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, 
 
 
 def draw(rows: Rows, data: Prepared):
-    """Draw a matplotlib figure of wrong and right answers, the labels' ROC curves, and the calibration."""
+    """Return a matplotlib figure: X-rays with wrong and right answers, the labels' ROC curves, a calibration curve."""
     from matplotlib.figure import Figure
     from torchmetrics.functional.classification import binary_roc
 

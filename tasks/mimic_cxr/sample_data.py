@@ -9,10 +9,10 @@ brightness that differs only in shape:
 - cardiomegaly: the wide heart has a smooth, sharp border; look-alike: fat with a wavy, blurred border;
 - support devices: a straight catheter above the lung; look-alike: a wavy skin crease.
 
-Effusion, pneumothorax and cardiomegaly have three sizes, which are their severities. The chest varies in width,
-position, brightness and contrast, and the waves have a random phase, so neither single pixels nor means reveal a
-finding. As in the releases, some views and labels are blank, some labels are uncertain, a fifth of the questions have
-no grade, and some answers have no target.
+Effusion, pneumothorax and cardiomegaly occur in three sizes: mild, moderate and severe. The chest varies in width,
+position, brightness and contrast, and the wavy borders have a random phase, so neither single pixels nor the mean
+brightness reveals a finding. As in the published data sets, some views and labels are blank, some labels are uncertain,
+a fifth of the questions have no quality grade, and some answers match no answer class of the model.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PLACES = [(entity, side) for entity in (*IN_LUNG, "support devices") for side in
 REGIONS = {"pleural effusion": "costophrenic angle", "pneumothorax": "lung apex", "support devices": "upper lung zone"}
 GRADES = ("1_D", "3_B", "4_A", "5_A+", None)
 VIEWS = {"PA": "postero-anterior", "AP": "antero-posterior"}
-# {(entity, side): severity, or zone of a lesion, as 0 to 2}
+# {(name of the finding, side of the body): 0 to 2, which is the severity or, for a lung lesion, the lung zone}
 Findings = dict[tuple[str, str], int]
 
 
@@ -51,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write both releases and two encoders. Raises InputError if the folder already holds a data set."""
+    """Write synthetic versions of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA and two tiny encoders into the folder `out`.
+
+    num_train, num_val, num_test: numbers of patients; each patient has two studies. image_size: side of the square
+    images in pixels. Raises InputError if the folder already contains a data set.
+    """
     import pandas as pd
 
     jpg, qba = out / "mimic-cxr-jpg", out / "mimic-ext-cxr-qba"
@@ -88,7 +92,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
         ("split", splits, ("dicom_id", "study_id", "subject_id", "split")),
         ("chexpert", labels, ("subject_id", "study_id", *CHEXPERT)),
     ):
-        # no timestamp, so that the same seed writes the same bytes
+        # no timestamp in the gzip header, so that the same seed writes identical files
         compression = {"method": "gzip", "mtime": 0}
         path = jpg / f"mimic-cxr-2.0.0-{name}.csv.gz"
         pd.DataFrame(rows, columns=columns).to_csv(path, index=False, compression=compression)
@@ -104,7 +108,11 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
 
 
 def draw_findings(rng: Generator) -> Findings:
-    """Draw findings: only devices in two of five studies; in the others, each lung has at most one finding."""
+    """Choose a study's findings at random.
+
+    With probability 0.4, the study shows no disease. Otherwise, each lung has at most one disease, and the heart may be
+    enlarged. Support devices may occur in either case.
+    """
     findings = {}
     ill = rng.random() < 0.6
     for side in SIDES:
@@ -118,7 +126,10 @@ def draw_findings(rng: Generator) -> Findings:
 
 
 def soft(distance: np.ndarray) -> np.ndarray:
-    """Smooth step from 0 outside (distance < 0) to 1 inside, about one unit wide."""
+    """Return a smooth step from 0 outside a shape (distance < 0) to 1 inside the shape (distance > 0).
+
+    distance: distance from the shape's border. The step is about one unit of distance wide.
+    """
     return 1 / (1 + np.exp(-np.clip(2 * distance, -30, 30)))
 
 
@@ -127,7 +138,10 @@ def ridge(distance: np.ndarray) -> np.ndarray:
 
 
 def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
-    """Draw an X-ray (size, size) uint8 with the patient's left on the image's right. Lengths: 64ths of the side."""
+    """Draw a synthetic X-ray (size, size), uint8, that shows the findings. The patient's left is on the image's right.
+
+    The code measures lengths in 64ths of the image side.
+    """
 
     def level_of(entity: str, side: str) -> tuple[bool, int]:
         drawn = int(rng.integers(3))
@@ -140,14 +154,14 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
     y, x = np.mgrid[:size, :size] * 64 / size
     x = x - 32 - rng.uniform(-2.5, 2.5)
     y = y - 35 - rng.uniform(-2.5, 2.5)
-    # half the width of the chest, and half the height of the lungs
+    # width: half the width of the chest; height: half the height of the lungs
     width, height = rng.uniform(20, 27.5), rng.uniform(22.5, 25.5)
     coarse = Image.fromarray(rng.uniform(-1, 1, (6, 6)).astype(np.float32))
     image = 0.62 + 0.06 * np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC))
     image = image + 0.1 * soft(0.06 * width - abs(x))
     v = y / height
     for side in SIDES:
-        # u runs from 0 at the spine to 1 at the chest wall, `across` from -1 to 1 within the lung
+        # horizontal position: u runs from 0 at the spine to 1 at the chest wall, `across` from -1 to 1 within the lung
         u = (x if side == "left" else -x) / width
         across = (u - 0.61) / 0.37
         lung = soft(0.37 * width * (1 - (abs(across) ** 3 + abs(v) ** 3) ** (1 / 3)))
@@ -175,7 +189,7 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
         image = image + rng.uniform(0.2, 0.3) * soft(rng.uniform(0.3, 0.4) * width - abs(along)) * ridge(off)
 
     there, level = level_of("cardiomegaly", "")
-    # half the width of the heart, as a fraction of the chest's
+    # width of the heart as a fraction of the width of the chest
     heart = 0.52 + 0.11 * level + rng.uniform(-0.02, 0.02)
     dx, dy = (x / width - rng.uniform(-0.02, 0.1)) / heart, (v - 0.3) / 0.32
     inside = heart * width * (1 - np.hypot(dx, dy)) + (0 if there else wave(8 * np.arctan2(dy, dx)))
@@ -190,7 +204,11 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
 
 
 def draw_labels(rng: Generator, findings: Findings) -> list:
-    """Draw a study's 14 labels: 1, 0, -1 (uncertain) or blank; labels that the images cannot show are blank."""
+    """Return a study's 14 CheXpert labels: 1 (present), 0 (absent), -1 (uncertain) or "" (blank).
+
+    Labels for findings that the synthetic images cannot show are blank; of the others, some chosen at random are blank
+    or uncertain.
+    """
     entities = {entity for entity, _ in findings}
     truth = {entity: entity in entities for entity, _ in PLACES}
     truth["no finding"] = not entities - {"support devices"}
@@ -222,7 +240,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
     present = list(findings)
     for _ in range(5):
-        # about half of the answers are yes; many of the others ask for a finding on the wrong side
+        # about half of the has_finding questions have the answer yes; many others ask about a finding on the wrong side
         entity, side = PLACES[rng.integers(len(PLACES))]
         if present and rng.random() < 0.7:
             entity, side = present[rng.integers(len(present))]
@@ -243,7 +261,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
     first = next(iter(diseases), None)
     add("B03_is_abnormal", "Is the study abnormal?", first)
     add("B04_is_normal", "Is everything normal?", first)
-    # a question without a target: its answer has no severity and is neither positive nor negative
+    # data preparation must exclude this question about severity, because the answer names no severity
     add("D04_how_severe_is_finding", "How severe is the scar?", positiveness="neutral")
     return questions
 
@@ -258,12 +276,13 @@ def write_encoders(out: Path, texts: set[str], seed: int) -> None:
 
     hf.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    # with the default layer scale of 1e-6, the blocks have no effect for thousands of steps
+    # with ConvNeXt's default layer scale of 1e-6, the blocks would have no effect for thousands of training steps
     sizes = {"patch_size": 4, "num_stages": 3, "depths": [1, 1, 2], "hidden_sizes": [24, 48, 96]}
     convnext = hf.ConvNextModel(hf.ConvNextConfig(**sizes, image_size=64, layer_scale_init_value=1.0))
     for weight in convnext.parameters():
         if weight.dim() > 1:
-            # the default std of 0.02 suits wide layers; in narrow layers the signal would vanish
+            # the default standard deviation of initial weights, 0.02, suits wide layers; in these narrow layers, the
+            # activations would vanish
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     convnext.save_pretrained(out / "convnext_tiny")
     settings = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO as an engine, with the same AdamW and the same checkpoint format as the engines in utils/engine.py.
+"""Training engine for DeepSpeed ZeRO, with the same AdamW and checkpoint format as the engines in utils/engine.py.
 
-A checkpoint holds full fp32 tensors by name, gathered from the shards of any ZeRO stage. Every engine can resume it at
-any number of processes, and DeepSpeed's own pickle files are never loaded.
+A checkpoint contains full fp32 tensors by name, gathered from the shards of any ZeRO stage. So every engine can resume
+from the checkpoint, with any number of processes. DeepSpeed's own pickle files are never loaded.
 """
 
 import contextlib
@@ -29,19 +29,24 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_installed() -> bool:
-    """Whether DeepSpeed is installed, without importing it, which takes seconds."""
+    """Return whether DeepSpeed is installed, without importing DeepSpeed, which would take seconds."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ZeRO-3 shards the model's weights, so that all ranks must make the same number of passes."""
+    """Return whether ZeRO-3 shards the model's weights.
+
+    If so, all ranks must run the same number of forward passes, because each pass gathers weights from all ranks.
+    """
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def read_zero_config(path: str) -> dict:
-    """Read a DeepSpeed config. Raises InputError if it is invalid, has no ZeRO stage, or sets what a flag sets.
+    """Read a DeepSpeed config file and check its blocks zero_optimization, fp16 and bf16.
 
-    DeepSpeed checks blocks other than zero_optimization, fp16 and bf16 when it starts.
+    DeepSpeed checks the other blocks when training starts. Raises InputError if the file or one of the three blocks is
+    invalid, if the ZeRO stage is not 1, 2 or 3, or if the file sets a value that only the script's flags may set, such
+    as the batch size.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -68,9 +73,13 @@ def read_zero_config(path: str) -> dict:
 
 
 class ZeroEngine(Engine):
-    """Engine that shards the optimizer state, from stage 2 the gradients, and in stage 3 the weights over the ranks."""
+    """Training engine that uses DeepSpeed ZeRO to shard the optimizer state over the ranks.
 
-    # each pass contains collectives
+    From ZeRO stage 2 on, the gradients are sharded too; in stage 3, the weights as well. config: a DeepSpeed config
+    from read_zero_config().
+    """
+
+    # DeepSpeed's passes contain collectives, so all ranks must run the same number of passes
     equal_passes = True
 
     def __init__(
@@ -89,7 +98,7 @@ class ZeroEngine(Engine):
         self.parameters = [
             (names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]
         ]
-        # weights that put_weights() has loaded in place of the trained weights
+        # weights that put_weights() loaded in place of the trained weights, or None
         self.replaced: dict[str, Tensor] | None = None
         super().__init__(model, optimizer, precision, *args, **options)
 
@@ -102,10 +111,11 @@ class ZeroEngine(Engine):
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # use gloo instead of DeepSpeed's shared-memory collectives, which need a C++ compiler at the first start
+        # use gloo instead of DeepSpeed's shared-memory collectives, which need a C++ compiler on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        # keep copies, because DeepSpeed rounds the weights to half precision before it fills its fp32 master weights
+        # copy the fp32 weights now, because DeepSpeed rounds them to half precision before it creates its fp32 master
+        # weights
         weights = {name: parameter.detach().float().cpu().clone() for name, parameter in self.parameters}
         self.wrapped, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, config=self.filled_config(), dist_init_required=False
@@ -114,21 +124,21 @@ class ZeroEngine(Engine):
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         scales = saved["scaler"] if saved else {}
         for name in SCALER:
-            # a checkpoint of torch's GradScaler has only the scale
+            # checkpoints from torch's GradScaler contain the loss scale, but none of DeepSpeed's other scaler values
             value = scales.get(name, scales.get("scale") if name == "cur_scale" else None)
             if value is not None and hasattr(scaler, name):
                 setattr(scaler, name, value)
 
     def filled_config(self) -> dict:
-        # the script does its own activation checkpointing
+        # omit activation_checkpointing, which the training script implements itself; fp16 and bf16 are set below
         replaced = ("fp16", "bf16", "activation_checkpointing")
         config = {key: value for key, value in self.config.items() if key not in replaced}
         config |= {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
-            # around_micro_batch() marks the end of a step, so DeepSpeed must not count micro-batches
+            # DeepSpeed must not count micro-batches itself: around_micro_batch() marks the one that ends a step
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip,
-            # keep torch's AdamW, which resumes bit for bit, unlike DeepSpeed's
+            # keep torch's AdamW: unlike DeepSpeed's AdamW, it resumes from a checkpoint bit for bit
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1 << 40,
@@ -143,7 +153,7 @@ class ZeroEngine(Engine):
 
     def close(self) -> None:
         if self.wrapped is not self.model:
-            # DeepSpeed's hooks keep the model alive through reference cycles
+            # without destroy(), the reference cycles of DeepSpeed's hooks would keep the model in memory
             self.wrapped.destroy()
             self.wrapped = self.model
 
@@ -153,7 +163,7 @@ class ZeroEngine(Engine):
         yield
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        # undo DeepSpeed's averaging over the ranks
+        # multiply by the number of ranks, because DeepSpeed averages the gradients over the ranks
         self.wrapped.backward(loss * (gradient * du.world()[1]), scale_wrt_gas=False)
 
     def update(self, lr: float) -> Tensor:
@@ -162,7 +172,7 @@ class ZeroEngine(Engine):
         self.wrapped.step()
         return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device).float()
 
-    # --- full tensors from shards and back ----------------------------------------------------------------------------
+    # --- gathering full tensors from shards and sharding full tensors -------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
         if self.replaced is not None:
@@ -174,7 +184,10 @@ class ZeroEngine(Engine):
         return buffers | {name: value.detach().float().cpu() for name, value in full.items()}
 
     def state(self) -> dict:
-        """All ranks: optimizer state in the format of torch's AdamW; its moments are None except on rank 0."""
+        """Return the optimizer state in the format of torch's AdamW, and the state of the loss scaler.
+
+        Call on all ranks. On ranks other than 0, AdamW's moments (exp_avg and exp_avg_sq) are None.
+        """
         from deepspeed.utils import safe_get_full_optimizer_state
 
         step = float(next(iter(self.optimizer.state.values()))["step"])
@@ -193,8 +206,8 @@ class ZeroEngine(Engine):
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # create the state of every group now: DeepSpeed links state to parameters after the first group's first step,
-        # when the second group has none yet
+        # create the optimizer state of all parameter groups now: DeepSpeed links the state to the parameters as soon as
+        # the first group has made its first step, and by then the second group would not have any state
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}
@@ -224,14 +237,14 @@ def _write_shard(parameter: nn.Parameter, value: Tensor, key: str | None) -> Non
     from deepspeed import utils as deepspeed
 
     if not hasattr(parameter, "ds_id"):
-        # in stages 1 and 2, DeepSpeed selects this rank's shard itself
+        # in ZeRO stages 1 and 2, DeepSpeed accepts the full tensor and selects this rank's shard itself
         value = value.to(parameter.device)
         if key:
             deepspeed.safe_set_full_optimizer_state(parameter, value, key)
         else:
             deepspeed.safe_set_full_fp32_param(parameter, value)
         return
-    # stage 3 cuts the flat tensor into equal shards and pads the last one
+    # ZeRO stage 3 cuts the flattened tensor into equal shards and pads the last shard
     length = parameter.ds_tensor.numel()
     flat = torch.zeros(length * dist.get_world_size(), dtype=torch.float32)
     flat[: value.numel()] = value.flatten()
