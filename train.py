@@ -1,14 +1,16 @@
-"""Guide 4, CompressedAD: train a transformer on learning histories; it then learns new tasks in its context.
+"""CompressedAD: train a transformer on recordings of agents that learn, so that it learns new tasks from its context.
+
+The script implements a published multi-GPU guide (guide 4): https://github.com/tommyma3/CCCAD
 
     python train.py                                                               # one GPU, or CPU
     accelerate launch --config_file accelerate_config.yaml train.py               # 2 GPUs, fp16
     torchrun --nproc_per_node=gpu train.py                                        # every GPU of the machine
     python train.py --config configs/ad_darkroom.yaml                             # the baseline without compression
-    python train.py --objective search                                            # predict the actions of a searcher
+    python train.py --objective search                                            # predict a search agent's actions
     python train.py --eval_only                                                   # test best.pt on the unseen tasks
 
-Data: learning histories, described in tasks/compressed_ad/README.md. `python -m tools.sample_data compressed_ad .`
-writes a small set for `--data .` in seconds.
+Data: an HDF5 file of such recordings ("learning histories"), described in tasks/compressed_ad/README.md. The command
+`python -m tools.sample_data compressed_ad .` generates a small file in seconds; the flag `--data .` selects it.
 """
 
 import copy
@@ -18,13 +20,13 @@ from utils.cli import Parser, add_common_arguments, launch_workers, real, run_ma
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
-# flags that define the model and its data; on resume their values come from the checkpoint
+# flags that define the model and its data; in a resumed run their values come from the checkpoint
 MODEL_FLAGS = tuple(
     "model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward encoder_n_layer n_latent n_transit shift from_start "
     "max_compression_depth objective split_seed env".split()
 )
 VAL_AGENTS = 5
-# component of the agents' random seeds that separates them from other uses of --seed
+# constant in the random seeds of acting agents, so that their random numbers differ from those for other uses of --seed
 ACTING = 5
 
 
@@ -92,13 +94,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.num_warmup_steps >= args.train_timesteps:
         parser.error(f"--num_warmup_steps {args.num_warmup_steps}: must be below --train_timesteps")
     if args.model == "ad":
-        # --n_latent is ignored, so that a config for compressed_ad also works with --model ad
+        # --n_latent is ignored, so that a config file for --model compressed_ad also works with --model ad
         args.n_latent = 0
     return args
 
 
 if __name__ == "__main__":
-    # before the heavy imports, so that --help and mistyped flags respond immediately
+    # parse the flags before the heavy imports, so that --help and errors in flags appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -120,7 +122,7 @@ from utils.loop import Plan, Run, Training
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer."""
+    """Pre-norm transformer layer: attention and an MLP, each with a residual connection."""
 
     def __init__(self, dim: int, heads: int, hidden: int):
         super().__init__()
@@ -132,10 +134,11 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, cache=None, cached: int = 0
     ) -> Tensor:
-        """Apply attention over earlier tokens and x, and then the MLP, to x (B, N, D).
+        """Transform the tokens x (B, N, D), which attend to earlier tokens and to each other.
 
-        memory (B, M, D): tokens before x. mask (..., N, M + N): True where attention is allowed. cache (2, B, heads,
-        slots, D / heads): keys and values of `cached` tokens before x; those of x are appended.
+        Earlier tokens are given either as memory (B, M, D) or as cache (2, B, heads, slots, D / heads), whose first
+        `cached` slots contain their keys and values; the keys and values of x are written to the following slots. mask
+        (..., N, earlier tokens + N): True where attention is allowed.
         """
         normed = self.norm(x)
         source = normed if memory is None else torch.cat([self.norm(memory), normed], 1)
@@ -152,10 +155,12 @@ class Layer(nn.Module):
 
 
 class InContextNet(nn.Module):
-    """Transformer with one token per transition (s, a, r, s') and one query per state to act in (Laskin et al. 2022).
+    """Transformer that predicts an agent's action from the agent's past (Algorithm Distillation, Laskin et al. 2022).
 
-    An encoder compresses a full context and the previous latents into new latents, so the past can be arbitrarily long.
-    Without latents, this is plain Algorithm Distillation, which forgets transitions outside the context.
+    Each past transition (state, action, reward, next state) is one token, and each state in which to act is one query
+    token. When the context is full, after n_transit transitions, an encoder compresses it and the latent tokens of the
+    previous compression into new latent tokens, so the past can be arbitrarily long. With n_latent = 0, nothing is
+    compressed, and transitions that leave the context are forgotten, as in plain Algorithm Distillation.
     """
 
     def __init__(self, env: Env, args: Namespace):
@@ -180,7 +185,7 @@ class InContextNet(nn.Module):
             self.encoder_norm = nn.LayerNorm(dim)
 
     def compile(self) -> None:
-        """Compile each layer with dynamic shapes, because batch sizes vary: not every sample has every block."""
+        """Compile each layer for dynamic shapes: samples have different numbers of blocks, so the batch size varies."""
         for layer in self.modules():
             if isinstance(layer, Layer):
                 layer.compile(dynamic=True)
@@ -200,7 +205,11 @@ class InContextNet(nn.Module):
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def embed_queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
-        """Embed cells to act in (B, N) as queries (B, N, D), each at the position that its transition will take."""
+        """Embed the cells (B, N) in which to act as query tokens (B, N, D).
+
+        A query gets the positional embedding of the transition that the action will lead to. first: position of the
+        first query in the context.
+        """
         cells = cells.long()
         embedded = self.embed_query(self.encode(cells, shift, self.positions.dtype) if self.codes else cells)
         return embedded + self.positions[first : first + cells.shape[1]]
@@ -220,9 +229,11 @@ class InContextNet(nn.Module):
     def forward(self, batch: dict) -> Tensor:
         """Return action logits (B, n_transit, actions) for each position of the context, given all earlier transitions.
 
-        batch: `cells` (B, blocks + 1, n_transit, 3) and `rewards` (B, blocks + 1, n_transit) of the blocks to compress,
-        oldest first, and the context; `depth` (B,): blocks per sample, descending; `compressed`: number of samples with
-        a first, second, ... block; `length` (B,): transitions in the context; `shift` (B, 2).
+        batch: a dict. cells (B, blocks + 1, n_transit, 3): cell, action and next cell of each transition, first for the
+        blocks to compress, oldest first, and last for the context. rewards (B, blocks + 1, n_transit): reward of each
+        transition. depth (B,): number of blocks to compress in each sample, in descending order. compressed: list of
+        the number of samples that have a first block, a second block, and so on. length (B,): number of transitions in
+        the context. shift (B, 2): rows and columns by which each sample's room is moved.
         """
         cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
         context = self.embed_transitions(cells[:, -1], rewards[:, -1], shift)
@@ -236,10 +247,11 @@ class InContextNet(nn.Module):
         return self.head(x[:, -self.n_transit :])
 
     def _compress_blocks(self, cells: Tensor, rewards: Tensor, shift: Tensor, compressed: list[int]) -> Tensor:
-        """Return the latents of the samples with blocks, which come first in the batch, and of at least one sample.
+        """Compress the blocks of the samples that have any, which come first in the batch; return their latent tokens.
 
-        DDP needs a gradient for the encoder, even a zero one, from a rank whose samples have no blocks, and flash
-        attention rejects empty batches (github.com/pytorch/pytorch/issues/133780).
+        If no sample has a block, the first sample is compressed nevertheless, for two reasons: DDP needs a gradient of
+        the encoder, even if zero, from every rank, and flash attention rejects empty batches
+        (github.com/pytorch/pytorch/issues/133780).
         """
         first, *later = compressed
         first = max(1, first)
@@ -252,11 +264,13 @@ class InContextNet(nn.Module):
 
 
 def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
-    """Attention mask (B, 1, N, N) over [latents | context | queries]: True where a row may attend to a column.
+    """Return the attention mask (B, 1, N, N) of the token sequence [latents | context | queries].
 
-    All tokens attend to the latents and themselves; context tokens and queries also attend to the earlier context.
-    Padding (latents of a sample without a past, context from `length` on) is hidden from all other tokens, but attends
-    to itself because softmax needs a column in every row.
+    An element is True if the token of its row may attend to the token of its column. Each token attends to the latents
+    and to itself; context tokens and queries also attend to all earlier context tokens. Padding tokens (the latents of
+    samples without compressed blocks, and context tokens from position `length` on) are hidden from all other tokens,
+    but attend to themselves, because softmax needs a True in each row. has_past (B,): whether a sample has compressed
+    blocks.
     """
     index = torch.arange(n_latent + 2 * n_transit, device=length.device)
     is_latent, is_query = index < n_latent, index >= n_latent + n_transit
@@ -272,7 +286,10 @@ def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> 
 
 
 def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
-    """Return (cross-entropy, whether the most likely action is correct), each (B, n_transit) fp32, zero on padding."""
+    """Return two float32 tensors (B, n_transit), zero on padding: cross-entropies and correctness of the predictions.
+
+    The correctness is 1 where the network's most likely action is the action to predict, otherwise 0.
+    """
     target = batch["action"]
     with autocast(target.device, precision):
         logits = model(batch)
@@ -285,23 +302,27 @@ def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor
 
 
 class Agents:
-    """A batch of agents, each acting on its own past, with cached keys and values.
+    """A batch of agents that act with the same model, each given its own past transitions.
 
-    Agents run in float64, so that neither the other agents in the batch nor the GPU can change an action.
+    Attention keys and values of past tokens are cached. The model should be in float64, in which rounding errors are
+    too small to change an action, so that an agent's actions depend neither on the other agents in the batch nor on the
+    type of GPU.
     """
 
     def __init__(self, model: InContextNet, count: int, forget: int):
-        """forget: transitions that a model without compression drops when its context is full."""
+        """count: number of agents. forget: transitions that a model without compression drops from a full context."""
         self.model, self.forget = model, forget
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
         self.rewards = like.new_zeros(count, model.n_transit)
-        # training draws shifts from 0 to model.shift; agents use the middle
+        # in training, rooms are moved by 0 to model.shift rows and columns; the rooms of acting agents are moved by
+        # half of model.shift
         self.shift = self.cells.new_full((count, 2), model.shift // 2)
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]
         self.latents: Tensor | None = None
-        # transitions in the context, those not in the cache yet, tokens in the cache
+        # number of transitions in the context, of context transitions whose keys and values are not cached yet, and of
+        # tokens in the cache
         self.length = self.uncached = self.cached = 0
 
     def act(self, cells: Tensor) -> Tensor:
@@ -310,7 +331,8 @@ class Agents:
         transitions = self.model.embed_transitions(self.cells[:, new], self.rewards[:, new], self.shift, new.start)
         query = self.model.embed_queries(cells[:, None], self.shift, self.length)
         x = torch.cat([transitions, query], 1)
-        # the next act() overwrites the query's cache slot
+        # decode() also caches the query's keys and values, but self.cached does not count the query, so the next act()
+        # overwrites them
         mask = torch.ones(x.shape[1], self.cached + x.shape[1], device=x.device).tril(self.cached).bool()
         x = self.model.decode(x, mask, self.cache, self.cached)
         self.cached += self.uncached
@@ -330,7 +352,7 @@ class Agents:
             self.model.decode(self.latents, None, self.cache)
             self.length, self.cached = 0, self.model.n_latent
         else:
-            # positions have changed, so the next act() encodes all of them again
+            # the remaining transitions have new positions, so the next act() encodes all of them again
             self.cells, self.rewards = self.cells.roll(-self.forget, 1), self.rewards.roll(-self.forget, 1)
             self.length, self.cached = self.length - self.forget, 0
         self.uncached = self.length
@@ -340,10 +362,11 @@ class Agents:
 def act_in_context(
     model: InContextNet, env: Env, tasks: list[int], count: int, episodes: int, run: Run, args: Namespace
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All ranks: run `count` agents per task. Return their returns (tasks, count, episodes) and, valid on rank 0 only,
-    the first agent's states (episodes, horizon + 1).
+    """All ranks: let agents act for `episodes` episodes, `count` agents per task; the ranks share the agents.
 
-    An agent's random numbers depend only on (seed, task, agent), so the returns are the same at any world size.
+    Returns (returns, path). returns (tasks, count, episodes): the sum of rewards in each episode, on every rank. path
+    (episodes, horizon + 1): states of the first agent on the first task, valid only on rank 0. An agent's random
+    numbers depend only on (seed, task, agent), so the number of ranks does not change the returns.
     """
     rank, world_size = du.world()
     device = model.positions.device
@@ -360,7 +383,8 @@ def act_in_context(
         agents = Agents(actor, len(numbers), min(env.horizon, model.n_transit // 2))
         for episode in range(episodes):
             run.heartbeat(f"episode {episode + 1} of an evaluation at step {run.position.step}")
-            # Gumbel noise: argmax(logits + noise) is a sample from softmax(logits / temperature)
+            # Gumbel noise times the temperature: the argmax of logits + noise is a random action with the probabilities
+            # softmax(logits / temperature)
             uniform = np.stack([rng.random((env.horizon, env.actions)) for rng in rngs], 1)
             noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
             noise = args.temperature * torch.from_numpy(noise).to(device)
@@ -388,27 +412,35 @@ def act_in_context(
 
 @torch.no_grad()
 def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, precision: str, batch_size: int) -> dict:
-    """All ranks: {"loss", "accuracy"} of the predicted actions in `segments`, the same on every rank."""
+    """All ranks: predict the actions in `segments`, which the ranks share.
+
+    Returns {"loss": mean cross-entropy, "accuracy": fraction of correct actions} over all segments, on every rank.
+    """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
-    # collate_fn=dict: the data set returns collated batches
+    # collate_fn=dict leaves the batches as they are, because the dataset already returns whole batches
     loader = du.create_distributed_dataloader(segments, batch_size, train=False, collate_fn=dict)
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
-        # rounded so that the sum is the same in any order; that holds for sums below 8192, hence / 1024
+        # round each batch's sum, so that the order of summation does not change the total; this works for totals below
+        # 8192, hence the division by 1024
         sums += torch.stack([du.round_for_exact_sum(part.double().sum() / 1024) for part in parts]).cpu()
     loss, right, count = du.reduce_sum(sums).tolist()
     return {"loss": loss / count, "accuracy": right / count}
 
 
 def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace) -> dict:
-    """All ranks: return {"split/metric": value} for loss, accuracy and returns on each split, during training."""
+    """All ranks: evaluate the model during training, on each split of the tasks.
+
+    splits: {name: segments of the split's tasks}. Returns {"split/metric": value} with loss, accuracy and returns, on
+    every rank.
+    """
     env = splits["val"].histories.env
     tasks = [task for segments in splits.values() for task in segments.tasks.tolist()]
     returns, _ = act_in_context(model, env, tasks, VAL_AGENTS, args.val_episodes, run, args)
     metrics = {}
-    # the splits have equally many tasks
+    # np.split() cuts the returns into equal parts, because all splits have the same number of tasks
     for (split, segments), part in zip(splits.items(), np.split(returns, len(splits)), strict=True):
         measured = action_accuracy(model, segments, run, precision, args.test_batch_size)
         measured |= report.return_metrics(part, env, segments.tasks.tolist())
@@ -419,7 +451,10 @@ def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, p
 def test(
     model: InContextNet, unseen: SegmentDataset, baseline_run: dict, run: Run, precision: str, args: Namespace
 ) -> dict:
-    """All ranks: test on the unseen tasks, print the table, save the figure, and return {metric: value}."""
+    """All ranks: test the model on the unseen tasks; rank 0 prints the table and saves the figure.
+
+    baseline_run: result of report.read_baseline_run(), or {}. Returns {metric: value} on every rank.
+    """
     env, tasks = unseen.histories.env, unseen.tasks.tolist()
     returns, path = act_in_context(model, env, tasks, args.eval_seeds, args.eval_episodes, run, args)
     measured = action_accuracy(model, unseen, run, precision, args.test_batch_size)
@@ -444,7 +479,7 @@ def build_model(args: Namespace, precision: str, device: torch.device, env: Env 
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Return fused AdamW with the guide's betas."""
+    """Return a fused AdamW optimizer with the betas of the published training guide (guide 4)."""
     return torch.optim.AdamW(
         model.parameters(), args.learning_rate, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True
     )
@@ -467,7 +502,7 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
     check_accelerate(args.gradient_accumulation_steps)
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
-    # guide 4 shows this output
+    # print the lines that the published training guide (guide 4) shows
     kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
     du.print_main(
         f"Distributed training: {kind}\nNumber of processes: {ranks.world_size}\nMixed precision: {precision}"
@@ -490,7 +525,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         if args.n_latent and not segments.max_depth:
             reason = f"with histories of {histories.steps} steps nothing would be compressed in training"
             raise InputError(f"--n_transit {args.n_transit}: {reason}; halve it, or take --model ad")
-    # val: training tasks whose loss selects best.pt; unseen: the test tasks, monitored only
+    # the loss on the split "val", which consists of training tasks, selects best.pt; the split "unseen" consists of the
+    # test tasks, which are evaluated during training for information only
     splits = {"val": train_tasks[: len(unseen_tasks)], "unseen": unseen_tasks}
     splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
     model = build_model(args, precision, ranks.device, histories.env)
@@ -536,7 +572,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         while not training.is_over():
             model.train()
             for step in training.steps(loader, count):
-                # weight of one action in the step's mean
+                # weight of one action in the step's mean loss, which covers the actions on all ranks
                 weight = 1 / step.totals[0]
                 for micro_batch in step.micro_batches():
                     losses, right = action_losses(engine.wrapped, micro_batch, precision)
@@ -546,7 +582,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
                 )
             if training.stopped:
                 return training.save_and_stop()
-            # the end of an epoch alone does not trigger an evaluation
+            # training.steps() also ends at the end of an epoch, which alone does not trigger an evaluation
             due = training.evaluation_due or training.is_over()
             metrics = evaluate(model, splits, run, precision, args) if due else {}
             training.record(metrics, headline="val/loss", lower=True)

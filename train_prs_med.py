@@ -1,4 +1,4 @@
-"""Train PRS-Med (guide 0, arXiv 2505.11872) to answer a question about a medical image with a mask and a sentence.
+"""Train PRS-Med (arXiv 2505.11872) to answer a question about a medical image with a mask and a sentence.
 
     python train_prs_med.py --data_root data                              # one GPU, or CPU when there is none
     ./run_multi_gpu_train.sh data 4                                       # 4 GPUs (without GPUs: 4 processes)
@@ -8,9 +8,11 @@
     python train_prs_med.py --data_root data --eval_only --resume_from checkpoints/best.pt --eval_split test
     python train_prs_med.py --predict scan.png --question "Where is the cyst located in this image?"
 
-Data: <data_root>/annotations/<modality>.csv with image_path,image_name,split,description,position,question,answer.
-image_path is the MASK's path, <modality>/<split>_masks/<name>.png; the image is in <modality>/<split>_images.
-No data yet? `make demo` generates some; `python -m tools.prepare_data prs_med` reads your own images and masks.
+Data: <data_root>/annotations/<modality>.csv, columns image_path,image_name,split,description,position,question,answer.
+The column image_path contains the MASK's path, <modality>/<split>_masks/<name>.png; the image is in
+<modality>/<split>_images. No data yet? `make demo` generates a synthetic data set and trains on it;
+`python -m tools.prepare_data prs_med` converts your own images and masks. This script implements the published training
+guide for PRS-Med, https://github.com/huyquoctrinh/PRS-Med (guide 0 in README.md).
 """
 
 import os
@@ -80,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # parse before the heavy imports: --help and usage errors appear immediately
+    # parse the command line before the heavy imports, so that --help and usage errors appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -120,14 +122,16 @@ ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_
 
 
 class MaskDecoder(nn.Module):
-    """A U-Net with SAM's tokens as its bottleneck, conditioned on the question.
+    """Computes mask logits from an image and a prompt: a U-Net whose bottleneck consists of SAM's image tokens.
 
-    As in the paper, SAM's tokens attend to the words of the prompt, and convolutions upsample the result to 4x SAM's
-    grid. Two parts are ours. A convolutional stem reads the image after pixel unshuffle (arXiv 1609.05158), so that
-    only the logits have full resolution; its features are added to SAM's and feed skip connections (U-Net, arXiv
-    1505.04597). And the hidden state of the last prompt token scales and shifts SAM's tokens (FiLM, arXiv 1709.07871).
+    As in the PRS-Med paper, SAM's tokens attend to the words of the prompt, and convolutions upsample the result to 4
+    times the resolution of SAM's token grid. Two parts are not in the paper. First, a convolutional stem processes the
+    image after pixel unshuffle (arXiv 1609.05158), so that only the logits have full resolution; the stem's features
+    are added to SAM's tokens and used in skip connections (U-Net, arXiv 1505.04597). Second, the hidden state of the
+    last prompt token scales and shifts SAM's tokens (FiLM, arXiv 1709.07871).
 
-    dim: SAM's output width (256). scale: pixels per side of a cell of the 4x grid (4). fine: channels of the stem.
+    text_dim: width of the prompt's hidden states. dim: width of SAM's output (256). scale: image pixels per side of a
+    cell in the upsampled grid (4). fine: channels of the stem's output.
     """
 
     def __init__(self, text_dim: int, dim: int, scale: int, fine: int = 16):
@@ -150,15 +154,16 @@ class MaskDecoder(nn.Module):
             nn.Sequential(*convolve(half + 2 * fine, quarter), double),
             nn.Sequential(*convolve(quarter + fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1)),
         ])  # fmt: skip
-        # the stem adds zeros at first: training starts from SAM's pretrained features
+        # at first, the stem adds zeros to SAM's tokens, so that training starts from SAM's pretrained features
         nn.init.zeros_(self.bottom[-1].weight)
         nn.init.zeros_(self.bottom[-1].bias)
 
     def forward(self, features: Tensor, words: Tensor, padding: Tensor, pixels: Tensor, image_of: Tensor) -> Tensor:
-        """Compute mask logits (B, S, S).
+        """Return mask logits (B, S, S) for B questions about N images.
 
-        features: (N, dim, h, w) from SAM. words: hidden states (B, Q, D). padding: (B, Q), True where there is no word.
-        pixels: (N, 3, S, S). image_of: (B,), image of each question.
+        features: SAM's output (N, dim, h, w). words: the language model's hidden states for the prompt (B, Q, D).
+        padding: bool (B, Q), True for padding. pixels: normalized images (N, 3, S, S). image_of: (B,), index of each
+        question's image.
         """
         fine = self.stem(F.pixel_unshuffle(pixels, self.scale))
         half = self.down(fine)
@@ -179,12 +184,19 @@ class MaskDecoder(nn.Module):
 
 
 def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
-    """3 x 3 convolution with norm and activation; BatchNorm statistics would depend on the number of GPUs."""
+    """Return a 3 x 3 convolution, group normalization and an activation.
+
+    Batch normalization is not used, because its statistics would depend on the number of GPUs.
+    """
     return nn.Conv2d(channels, out, 3, stride, padding=1), nn.GroupNorm(8, out), nn.GELU()
 
 
 class PRSMed(nn.Module):
-    """Frozen VLM with LoRA, fully trained SAM encoder and mask decoder; one forward pass computes mask and answer."""
+    """The PRS-Med network: a frozen vision-language model with LoRA, SAM's image encoder and a mask decoder.
+
+    The image encoder and the mask decoder are trained in full. One forward pass computes the mask logits and the loss
+    of the answer.
+    """
 
     def __init__(self, vlm: nn.Module, sam: nn.Module, processor: "Processor", precision: str):
         super().__init__()
@@ -207,8 +219,9 @@ class PRSMed(nn.Module):
     def forward(self, batch: dict) -> tuple[Tensor, Tensor]:
         """Return mask logits (B, image_size, image_size) and each answer's summed cross-entropy (B,), both in fp32.
 
-        Both encoders run once per distinct image. The mask cannot depend on the answer: it is decoded from the prompt's
-        hidden states, and attention is causal.
+        batch: the result of collate(). The image encoders of SAM and of the vision-language model run once per distinct
+        image. Although `batch` contains the answer, the mask cannot depend on it: the mask is decoded from the hidden
+        states of the prompt, and causal attention hides the answer from these.
         """
         with autocast(self.device, self.precision):
             words = self.vlm.get_input_embeddings()(batch["ids"])
@@ -227,10 +240,12 @@ class PRSMed(nn.Module):
             return masks.float(), text_losses.sum(1)
 
     def causal(self, embeddings: Tensor) -> dict:
-        """Options for causal attention, without a mask if possible because flash attention takes none.
+        """Return keyword arguments that make the language model's attention causal.
 
-        With neither a mask nor a cache, transformers searches the batch for packed sequences, which synchronizes with
-        the GPU, hence NoCache. Activation checkpointing does not work with a cache, so it gets a mask.
+        An attention mask is avoided if possible, because flash attention does not accept masks. With neither a mask nor
+        a cache, transformers searches the batch for packed sequences, which synchronizes the CPU with the GPU; so
+        NoCache, a cache that stores nothing, is passed. Activation checkpointing rules out a cache, so in that case an
+        attention mask is passed.
         """
         if not self.checkpointing:
             return {"past_key_values": NoCache(), "use_cache": True}
@@ -240,7 +255,7 @@ class PRSMed(nn.Module):
 
     @torch.no_grad()
     def image_features(self, batch: dict, dtype: torch.dtype) -> Tensor:
-        """Image embeddings for the language model, (B, image tokens, D), one entry per question."""
+        """Return the image embeddings for the language model: (B, image tokens, D), one set of tokens per question."""
         pixels = ((batch["vlm"] / 255 - self.vlm_mean) / self.vlm_std).to(self.vlm.dtype)
         features = self.vlm.model.get_image_features(pixel_values=pixels, return_dict=True)
         return torch.stack(list(features.pooler_output)).index_select(0, batch["image_of"]).to(dtype)
@@ -269,15 +284,19 @@ class NoCache(DynamicCache):
 
 
 def gather_states(hidden: Tensor, indices: Tensor) -> Tensor:
-    """Gather hidden states (B, L, D) at indices (B, N) into (B, N, D); a negative index counts as 0."""
+    """Return the hidden states (B, N, D) of `hidden` (B, L, D) at `indices` (B, N); negative indices count as 0."""
     return hidden.take_along_dim(indices.clamp_min(0).unsqueeze(2), dim=1)
 
 
-# --- pretrained parts -------------------------------------------------------------------------------------------------
+# --- pretrained models and LoRA ---------------------------------------------------------------------------------------
 
 
 def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str, example: str) -> str:
-    """Return `given`, or else the first model in a folder of `root`, if its type is in `kinds`. Raises InputError."""
+    """Return `given` (the value of `flag`) or, if it is None, the first subfolder of `root` with a suitable model.
+
+    kinds: the model types that are suitable. example: a model to recommend in the error message. Raises InputError if
+    `given` is not a suitable model or `root` contains none.
+    """
     from transformers import PretrainedConfig
 
     advice = f"download one, such as {example}, and give {flag}"
@@ -287,7 +306,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
             if kind in kinds:
                 return path
             if given:
-                # from other model types, transformers would build an untrained model of the default size
+                # for a model of another type, transformers would build an untrained model of the default size
                 raise InputError(f"{path}: is a {kind} model, not {kinds[0]}; {advice}")
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be loaded ({first_line(error)}); {advice}") from None
@@ -295,7 +314,10 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed:
-    """Load the VLM and SAM's encoder; add LoRA to the VLM and freeze its other weights. Raises InputError."""
+    """Load a vision-language model and SAM's image encoder; add LoRA to the former and freeze its other weights.
+
+    Raises InputError if a model cannot be loaded, or if --image_size is not a multiple of SAM's patch size.
+    """
     from transformers import AutoModel, AutoTokenizer, LlavaForConditionalGeneration, utils
     from transformers.image_processing_base import ImageProcessingMixin
 
@@ -308,7 +330,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     sam_path = find_model(root, args.sam_path, sam_kinds, "--sam_path", "flaviagiammarino/medsam-vit-base")
     path = vlm_path
     try:
-        # load straight to the GPU: otherwise a host holds a 7B model for each of its ranks
+        # load directly onto the GPU, because otherwise each rank holds a copy of the 7B model in host memory
         options = {"trust_remote_code": False, "dtype": DTYPES[precision]}
         options |= {"device_map": {"": device}} if device.type == "cuda" else {}
         vlm = LlavaForConditionalGeneration.from_pretrained(vlm_path, **options)
@@ -323,7 +345,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         reason = f"model cannot be loaded ({first_line(error)})"
         raise InputError(f"{path}: {reason}; check --vlm_path and --sam_path") from None
 
-    # resize SAM's absolute position embeddings; the forward pass interpolates the relative ones
+    # resize SAM's absolute position embeddings; the forward pass interpolates the relative position embeddings
     size, patch = args.image_size or sam.config.image_size, sam.config.patch_size
     if size % patch:
         raise InputError(f"--image_size {size}: not a multiple of SAM's patch; try {max(1, size // patch) * patch}")
@@ -333,7 +355,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         sam.pos_embed = nn.Parameter(positions.permute(0, 2, 3, 1).contiguous())
     sam.patch_embed.image_size = (size, size)
 
-    # the number of image tokens depends on the vision tower, so measure it on a blank image
+    # the number of image tokens depends on the vision-language model's image encoder, so count those of a blank image
     vlm_size = vlm.config.vision_config.image_size
     blank = torch.zeros(1, 3, vlm_size, vlm_size, dtype=vlm.dtype, device=vlm.device)
     with torch.no_grad():
@@ -345,7 +367,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     }
     processor = Processor(tokenizer, vlm.config.image_token_id, image_tokens, size, vlm_size, statistics)
 
-    # seed the new LoRA and decoder weights: they must be the same on every rank
+    # the initial weights of LoRA and the mask decoder are random, but must be the same on every rank
     torch.manual_seed(args.seed)
     model = PRSMed(add_lora(vlm, args, device), sam, processor, precision).to(device)
     if device.type == "cuda":
@@ -378,11 +400,12 @@ def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module
             parameter.data = parameter.data.float()
     for layer in vlm.modules():
         if isinstance(layer, LoraLayer):
-            # otherwise every LoRA layer stores an fp32 copy of its input, which autocast casts back
+            # avoid the fp32 copy of the input that every LoRA layer makes by default; autocast would undo the cast
             layer.cast_input_dtype_enabled = False
             for name, dropout in layer.lora_dropout.items():
                 if device.type == "cuda" and isinstance(dropout, nn.Dropout):
-                    # otherwise each of a 7B model's 224 layers stores its dropout output: 18 GiB for 8 images
+                    # by default, each of a 7B model's 224 LoRA layers stores its dropout output for the backward pass:
+                    # 18 GiB for a batch of 8 images; recompute the output instead
                     matrix = layer.lora_A[name]
                     matrix.forward = partial(linear_after_dropout, matrix, dropout.p)
                     layer.lora_dropout[name] = nn.Identity()
@@ -390,7 +413,10 @@ def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module
 
 
 def linear_after_dropout(linear: nn.Linear, probability: float, inputs: Tensor) -> Tensor:
-    """Compute linear(dropout(inputs)), (..., in) -> (..., rank); the backward pass recomputes the dropout output."""
+    """Return linear(dropout(inputs)), where inputs are (..., in) and the result is (..., rank).
+
+    The backward pass recomputes the dropout output, so that it need not be stored.
+    """
 
     def compute(inputs: Tensor) -> Tensor:
         return F.linear(F.dropout(inputs, probability, linear.training), linear.weight)
@@ -401,7 +427,10 @@ def linear_after_dropout(linear: nn.Linear, probability: float, inputs: Tensor) 
 
 
 def fingerprint(model: nn.Module) -> Tensor:
-    """Up to 16 values of every frozen tensor in one fp32 vector, which identifies the base model in any precision."""
+    """Return one fp32 vector with up to 16 values of every frozen parameter.
+
+    The vector identifies the frozen base model, whatever precision this was loaded in.
+    """
     values = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -412,9 +441,12 @@ def fingerprint(model: nn.Module) -> Tensor:
 
 
 def load_weights(model: PRSMed, saved: dict) -> None:
-    """Load a checkpoint's weights into the model. Raises InputError if the model or its frozen base differs."""
+    """Load the trained weights of a checkpoint into the model.
+
+    Raises InputError if the checkpoint belongs to another model or to other frozen base weights.
+    """
     base, own = saved["base"], fingerprint(model)
-    # either base may have been loaded in bf16, which has 7 bits of mantissa
+    # allow for rounding: one of the two runs may have loaded its base model in bf16, which has 7 mantissa bits
     if base.shape != own.shape or not torch.allclose(base, own, rtol=2**-7, atol=1e-6, equal_nan=True):
         raise InputError("--vlm_path: not the base that the checkpoint was trained on; give that one")
     checkpoint.load_trained(model, saved["model"])
@@ -425,10 +457,12 @@ def load_weights(model: PRSMed, saved: dict) -> None:
 
 @dataclass
 class Processor:
-    """Converts questions, answers and images to the inputs of a VLM and a SAM encoder.
+    """Converts questions, answers and images to the inputs of a vision-language model (VLM) and SAM's image encoder.
 
-    image_token: id of <image>. image_span: where the image's tokens start and end in a prompt. image_size: side of
-    SAM's input and the masks. statistics: mean and standard deviation for each encoder.
+    image_token: token id of <image>. image_tokens: number of image tokens in a prompt. image_span: positions of the
+    first image token and of the first token after the image in a prompt. image_size: side in pixels of SAM's input and
+    of the masks. vlm_size: side in pixels of the VLM's input. statistics: mean and standard deviation of pixel values,
+    by which the inputs of each image encoder are normalized.
     """
 
     tokenizer: object
@@ -445,30 +479,41 @@ class Processor:
         self.image_span = first, first + self.image_tokens
 
     def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """Token ids of `USER: <image>\\n{question}\\nASSISTANT:` (with all image tokens) and of ` {answer}</s>`."""
+        """Return the token ids of the prompt and of the answer.
+
+        The prompt is `USER: <image>\\n{question}\\nASSISTANT:`, in which <image> is repeated once per image token. The
+        answer is ` {answer}</s>`.
+        """
         image = self.tokenizer.convert_ids_to_tokens(self.image_token)
         asked = f"USER: {image}\n{question}\nASSISTANT:"
         prompt, both = (self.tokenizer(text)["input_ids"] for text in (asked, f"{asked} {answer}"))
-        # some tokenizers append </s>
+        # some tokenizers append </s> to every text; remove that token
         prompt, both = (ids[:-1] if ids[-1] == self.end else ids for ids in (prompt, both))
         first = prompt.index(self.image_token)
         expanded = [*prompt[:first], *[self.image_token] * self.image_tokens, *prompt[first + 1 :]]
         return expanded, [*both[len(prompt) :], self.end]
 
     def pixels(self, image: Image.Image) -> list[np.ndarray]:
-        """Convert an image, padded to a square, to uint8 (3, image_size, image_size) and (3, vlm_size, vlm_size)."""
+        """Pad an image to a square and resize it for both image encoders.
+
+        Returns uint8 arrays (3, image_size, image_size) for SAM and (3, vlm_size, vlm_size) for the VLM.
+        """
         padded = [square(image, side, Image.Resampling.BICUBIC) for side in (self.image_size, self.vlm_size)]
         return [np.asarray(image).transpose(2, 0, 1) for image in padded]
 
 
 class DecodedFiles:
-    """Cache of decoded files, uint8 (length,) each, shared by all ranks and workers of a machine."""
+    """Cache of decoded files, uint8 (length,) each, shared by all ranks and DataLoader workers of a machine.
+
+    keys: one key per file to cache. most_bytes: maximum size; a larger cache is not allocated, and get() then decodes
+    the file in every call.
+    """
 
     def __init__(self, keys: list[str], length: int, most_bytes: float):
         self.index_of = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         size = len(self.index_of) * (length + 1)
         shared = du.share_bytes(size) if size <= most_bytes else None
-        # the last byte of a record marks it as filled
+        # each record ends with an additional byte, which is 1 once the decoded file is stored in the record
         self.records = None if shared is None else shared.reshape(-1, length + 1)
 
     def get(self, key: str, decode, file: str) -> np.ndarray:
@@ -482,10 +527,12 @@ class DecodedFiles:
 
 
 class PositionData(Dataset):
-    """Rows as uint8 images at both encoders' sizes, bool mask, token ids and true position.
+    """Data set of annotation rows: questions about images, with masks and answers.
 
-    An empty path gives a blank image or mask. reword, absent: shares of questions that are reworded, or ask about a
-    structure of another modality.
+    An item contains the image in uint8 at the input sizes of SAM and of the vision-language model, the mask (bool), the
+    token ids of prompt and answer, and the true position. An empty path in a row stands for a blank image or mask.
+    augmented: whether to apply augment(). reword: share of the questions that are reworded in an epoch. absent: share
+    of the questions that are replaced by one about a structure of another modality, with an empty mask.
     """
 
     def __init__(
@@ -506,7 +553,10 @@ class PositionData(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        """An unreadable file is left blank and reported in `error`, which stops all ranks."""
+        """Return the item of one row.
+
+        If a file cannot be read, the image or mask is blank and the item's "error" says why; all ranks then stop.
+        """
         row, side, small = self.row_in_epoch(index), self.processor.image_size, self.processor.vlm_size
         images, masks = self.caches
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
@@ -518,7 +568,7 @@ class PositionData(Dataset):
                 file = row.image
                 pixels = images.get(row.identity, self.decode_image, row.image)
         except (OSError, ValueError) as reason:
-            # the file changed after the data check
+            # the file was readable in check_data(), so it has been changed or removed since then
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
         sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
         mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer
@@ -542,7 +592,7 @@ class PositionData(Dataset):
             name = absent[rng.integers(len(absent))]
             return wordings.ask_for_absent(row, wordings.draw(rng, [name], row.names[:1]), name)
         if rng.random() < self.reword:
-            # a model that sees few wordings memorizes whole questions instead of reading the name
+            # reword, because a model trained on few wordings memorizes whole questions and ignores the structure's name
             others = self.other_names[row.modality, row.names[0]]
             return row._replace(question=wordings.draw(rng, row.names, others))
         return row
@@ -551,7 +601,7 @@ class PositionData(Dataset):
         return np.concatenate([pixels.ravel() for pixels in self.processor.pixels(open_image(path))])
 
     def decode_mask(self, path: str) -> np.ndarray:
-        """Return the resized mask's pixels, followed by the index in POSITIONS of the original mask's position."""
+        """Return the pixels of the resized mask, followed by the index in POSITIONS of the original mask's position."""
         native = annotations.open_mask(path)
         small = square(Image.fromarray(native), self.processor.image_size, Image.Resampling.NEAREST)
         return np.append(np.asarray(small, np.uint8), POSITIONS.index(position_of(native))).astype(np.uint8)
@@ -565,12 +615,14 @@ def blank_item(processor: Processor, prompt: list[int], answer: list[int]) -> di
 
 
 def collate(processor: Processor, items: list[dict]) -> dict:
-    """Collate items of PositionData into a batch.
+    """Combine items of PositionData into a batch, a dict of tensors and lists.
 
-    sam, vlm: the distinct images; image_of: each row's index into them. ids: prompt and answer, padded on the right,
-    where causal attention never looks. prompt: the prompt alone, padded with -1 on the left for generation. words:
-    indices of the prompt's text. answer_at: indices of the hidden states that predict the answer, starting at the
-    prompt's last token.
+    "sam", "vlm": the distinct images at the input sizes of SAM and of the vision-language model. "image_of": index of
+    each question's image in "sam" and "vlm". "ids": token ids of prompt and answer, padded on the right, where the
+    padding is hidden from the tokens before it by causal attention. "prompt": token ids of the prompt alone, padded on
+    the left with -1 for generation. "words": positions of the prompt's text tokens in "ids", padded with -1. "answer":
+    token ids of the answer, padded with -100. "answer_at": positions of the hidden states that predict the answer's
+    tokens; the first is the position of the prompt's last token.
     """
     first, last = processor.image_span
     prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
@@ -588,7 +640,7 @@ def collate(processor: Processor, items: list[dict]) -> dict:
         "words": pad([[*range(first), *range(last, len(prompt))] for prompt in prompts], -1),
         "answer": pad(answers, -100),
         "answer_at": pad([range(len(prompt) - 1, len(prompt) + len(answer) - 1) for prompt, answer in pairs], 0),
-        # to_device() leaves these lists on the host
+        # index, position and error are lists, which du.to_device() leaves on the host
         "index": [item["index"] for item in items],
         "position": [item["position"] for item in items],
         "error": [item["error"] for item in items],
@@ -601,9 +653,10 @@ def pad(rows: list, value: int, side: str = "right") -> Tensor:
 
 
 def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tuple:
-    """Apply one random affine transform to both images (3, S, S) and the mask (S, S), and change contrast and gamma.
+    """Apply one random affine transform to an image and its mask (S, S), and change the image's contrast and gamma.
 
-    There is no mirroring, because answers name sides.
+    sam, vlm: the image (3, S, S) at the input sizes of SAM and of the vision-language model. A transform that would
+    leave the mask empty is skipped. Images are never mirrored, because answers name left and right.
     """
     angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
     (x, y), gain, gamma = rng.uniform(-0.08, 0.08, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
@@ -622,7 +675,10 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
 
 
 def read_data(args: Namespace, needed: str) -> list[Row]:
-    """Rank 0: read and check the annotations. Raises InputError, also if the split `needed` has no rows."""
+    """Rank 0 only: read and check the annotations, print warnings and return the rows.
+
+    Raises InputError for unusable data, or if the split `needed` has no rows.
+    """
     root = Path(args.data_root)
     if not root.is_dir():
         raise InputError(
@@ -657,7 +713,7 @@ def make_sets(rows: list[Row], processor: Processor, args: Namespace) -> dict[st
 
 
 def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """BCE + Dice loss of each sample: (B, H, W) logits and bool masks -> (B,)."""
+    """Return the sum of BCE loss and Dice loss for each mask, (B,), from logits (B, H, W) and bool masks (B, H, W)."""
     target = masks.float()
     probability = logits.sigmoid()
     bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((1, 2))
@@ -667,9 +723,10 @@ def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
-    """Return (loss, mask loss, text loss): a micro-batch's part of the means over the global batch.
+    """Return a micro-batch's contributions to three mean losses of the global batch: (total, mask loss, answer loss).
 
-    samples, tokens: samples and answer tokens in the global batch.
+    The total is the sum of mask loss and answer loss, weighted by --lambda_seg and --lambda_txt. samples, tokens: total
+    numbers of questions and of answer tokens in the global batch.
     """
     logits, text_loss = model(batch)
     seg = mask_loss(logits, batch["mask"]).sum() / samples
@@ -683,9 +740,11 @@ def count_answer_tokens(batches: list[dict]) -> list[float]:
 
 @torch.no_grad()
 def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) -> tuple[list[dict], dict]:
-    """All ranks: return the scores of every row, in row order, and a few example masks for the figure.
+    """Call on all ranks, which share the rows: compute the scores of each row; return (scores, examples).
 
-    dice, iou: at image_size; 1 if both masks are empty.
+    Scores are one dict per row, in row order, equal on all ranks. The scores "dice" and "iou" are computed at
+    --image_size and are 1 if predicted and true mask are both empty. The examples are {row index: image, true mask and
+    predicted mask} for a few rows. hausdorff: whether to compute "hd95".
     """
     model.eval()
     scores, examples = {}, {}
@@ -700,7 +759,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
             text_loss,
             (batch["answer"] >= 0).sum(1),
         ]
-        # two host-device syncs per batch: the sums and the masks
+        # only two copies from the GPU per batch, because each makes the CPU wait: the sums and the masks
         table = torch.stack(columns, dim=1).tolist()
         masks = predicted.cpu().numpy()
         distances = report.hausdorff_95(predicted, target) if hausdorff else [None] * len(table)
@@ -726,7 +785,11 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
 
 @torch.no_grad()
 def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_new_tokens: int) -> None:
-    """All ranks: add to each row's scores its generated answer, and whether the answer names the true position."""
+    """Call on all ranks, which share the rows: generate an answer to each row's question.
+
+    Modifies `scores`: adds to the dict of each row "generated", the answer, and "position_accuracy", which is 1 if the
+    answer names the true position, 0 if it does not, and None if there is no true position.
+    """
     model.eval()
     own = {}
     for batch in run.batches(loader):
@@ -738,7 +801,7 @@ def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_
 
 
 def merge_lora(model: PRSMed) -> None:
-    """Merge the LoRA matrices into the base weights, which halves the operations per generated token."""
+    """Merge the LoRA matrices into the base weights, which about halves the kernel launches per generated token."""
     from peft.tuners.lora import LoraLayer
 
     for layer in model.vlm.modules():
@@ -760,16 +823,17 @@ def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, f
 def test(
     model: PRSMed, sets: dict[str, PositionData], split: str, batch_size: int, run: Run, args: Namespace
 ) -> dict[str, float]:
-    """All ranks: test the model, its ablations and baseline models; print the table, write a figure and the cases.
+    """Call on all ranks, which share the work: test the model, its ablations and the baseline models.
 
-    Returns the metrics on rank 0 and {} elsewhere.
+    Prints the test table, and writes a figure of examples and a CSV with the scores of each row. Merges LoRA into the
+    base weights of the model. Returns {metric: value} on rank 0 and {} on the other ranks.
     """
     data, ranks = sets[split], run.ranks
     make = partial(make_loader, args=args, batch_size=batch_size)
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
     some = report.evenly_spaced(range(len(data)), report.MOST_ABLATED)
-    # so few rows that asking each in all OTHER_WORDS takes no more questions than an ablation
+    # so few rows that rewording each of them by all of OTHER_WORDS yields no more questions than one ablation
     few = report.evenly_spaced(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
     absent = wordings.absent_names(sets.get("train", data).rows)
     changed = report.ablations(data.rows, some, args.seed)
@@ -777,7 +841,7 @@ def test(
     changed_data = PositionData([row for *_, row in changed], data.processor, data.caches)
     changed_scores, _ = evaluate(model, make(changed_data), run)
 
-    # generate answers after all masks, because merging LoRA rounds the weights
+    # predict all masks before merge_lora(), which speeds up the generation of answers but rounds the weights
     merge_lora(model)
     generate = partial(make_loader, args=args, batch_size=max(batch_size, 64))
     add_answers(model, generate(data), run, scores, args.max_new_tokens)
@@ -788,7 +852,7 @@ def test(
     report.join_wordings(others)
 
     if "train" in sets:
-        # training rows without augmentation
+        # the training rows, without augmentation and rewording
         known = PositionData(sets["train"].rows, data.processor, data.caches)
         own = rivals.rival_scores(known, data, *du.world())
         try:
@@ -796,7 +860,7 @@ def test(
                 settings = args.unet_steps, args.seed, ranks.device, model.precision
                 own["unet"] = unet_scores(known, sets.get("val"), data, *settings, lambda: run.heartbeat("the UNet"))
         finally:
-            # training the UNet may exceed the timeout of a collective
+            # wait without a collective, because training the UNet may take longer than the timeout of a collective
             ranks.wait_for_main("the UNet")
         parts = du.gather_objects(own)
         for name in parts[0]:
@@ -819,7 +883,11 @@ def test(
 
 @torch.no_grad()
 def predict(model: PRSMed, run: Run, args: Namespace) -> None:
-    """All ranks: write masks and answers to predictions (or predictions_2, ... if it exists) in the run folder."""
+    """Call on all ranks, which share the questions of --predict: write masks and answers to the run folder.
+
+    The files are written to the subfolder "predictions" or, if it exists, to "predictions_2", "predictions_3" etc.
+    Raises InputError if none of the images can be read.
+    """
     asked, opened = [], {}
     for file, question in list_questions(args.predict, args.question):
         try:
@@ -851,7 +919,7 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
         report.write_predictions(run.folder, asked, records, opened, run.checkpoint["structures"])
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- training and main program ----------------------------------------------------------------------------------------
 
 
 def make_loader(data: PositionData, args: Namespace, batch_size: int, **options) -> DataLoader:
@@ -860,7 +928,11 @@ def make_loader(data: PositionData, args: Namespace, batch_size: int, **options)
 
 
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
-    """Synthetic batch of `size` images with the longest prompt and answer of `rows`, by default of 64 text tokens."""
+    """Return a synthetic batch of `size` blank images, to measure how much memory a training step needs.
+
+    Each image has the longest prompt and the longest answer that `rows` and their rewordings yield, in tokens; without
+    rows, the question and the answer have 64 tokens each.
+    """
     processor = model.processor
     texts = {(row.question, row.answer) for row in rows}
     for name in {name for row in rows for name in row.names}:
@@ -883,9 +955,10 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData], base: Tensor, described: str) -> int:
-    """All ranks: train, validate after each epoch, test the best checkpoint; return a stop signal's exit code, or 0.
+    """Call on all ranks: train the model, validate after each epoch and test the best checkpoint.
 
-    base: fingerprint of the frozen weights.
+    base: fingerprint() of the frozen weights, saved in each checkpoint. described: the precision in words, for the
+    banner. Returns 0 or, after a stop signal such as SIGTERM, the exit code for that signal.
     """
 
     def try_once(size: int) -> None:
@@ -951,13 +1024,14 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             if ranks.is_main and not args.predict:
                 rows = read_data(args, args.eval_split if args.eval_only else "train")
         finally:
-            # checking all images may exceed the timeout of a collective
+            # wait without a collective, because checking all images may take longer than the timeout of a collective
             ranks.wait_for_main("the data check")
     rows = du.broadcast_object(rows)
 
-    # the run folder is not written before Training, so input errors leave an existing run unchanged
+    # Run() changes no files of an existing run; these are first written when training begins, so that errors in the
+    # input leave the run unchanged
     run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
-    # Run has taken the model flags from the checkpoint
+    # if there is a checkpoint, Run() replaces --lora_rank, --lora_alpha and --image_size by the checkpoint's values
     args = run.args
     with du.agree_on_errors():
         model = build_model(args, precision, ranks.device)

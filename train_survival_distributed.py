@@ -1,4 +1,6 @@
-"""Guide 2, survival from 3D CT: predict the log-hazard of a major adverse cardiac event (MACE) from a volume.
+"""Train a network that predicts the log-hazard of a major adverse cardiac event (MACE) from a 3D CT volume.
+
+The script implements a published multi-GPU guide (guide 2): https://github.com/MasalaKimchi/MACE-Prediction
 
     python train_survival_distributed.py --csv_path data/dataset.csv                     # every GPU, or one CPU process
     torchrun --nproc_per_node=4 train_survival_distributed.py --csv_path data/dataset.csv
@@ -9,8 +11,8 @@
     python train_survival_distributed.py --csv_path data/dataset.csv --eval_only --val_fold test
     python train_survival_distributed.py --predict other_hospital.csv
 
-Data: CT volumes (NIfTI or DICOM) and a table with each case's path, time, event (1, or 0 if censored) and fold.
-No data yet? `make demo TASK=survival` generates some.
+Data: CT volumes (NIfTI or DICOM) and a table with one row per volume: path, time until the event or censoring, event
+(1, or 0 if censored) and fold. Without data, `make demo TASK=survival` generates synthetic CTs and trains on them.
 """
 
 import hashlib
@@ -33,9 +35,10 @@ from utils.cli import (
 )
 
 FORMAT = "survival/3"
-# candidate ridge penalties, strongest first: each fit starts from the previous coefficients
+# candidate ridge penalties for Cox models, strongest first, because each fit starts from the coefficients that were
+# fitted with the next stronger penalty
 PENALTIES = [10 ** (power / 2) for power in range(7, -2, -1)]
-# flags that a resumed run takes from its checkpoint
+# flags that define the model and its data; in a resumed run their values come from the checkpoint
 MODEL_FLAGS = (
     "image", "resnet", "base_channels", "stem_stride", "norm", "image_size", "hu_window", "spacing", "orientation",
     "clinical_columns", "mask_column", "mask_mode", "mask_margin",
@@ -105,7 +108,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     advanced(
         "--base_channels", type=whole(8), default=64, help="channels of the first stage; 64 as published, 8 for a trial"
     )
-    text = "stride of the first convolution; 1: guide 2; 2: MedicalNet, an eighth of the cost"
+    text = "stride of the first convolution; 1: as in the published guide; 2: as in MedicalNet, an eighth of the cost"
     advanced("--stem_stride", type=int, choices=(1, 2), default=1, help=text)
     advanced(
         "--norm", choices=("group", "batch"), default="group", help="batch: as published; group: for any number of GPUs"
@@ -145,12 +148,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
     add_common_arguments(parser, **defaults, batch_of_all=True, least_epochs=0)
-    # flags of guide 2 that are synonyms or have no effect here
+    # flags of the published training guide (guide 2) that are synonyms of this script's flags or have no effect
     advanced("--output", dest="output_dir", help="the same as --log_dir")
     advanced("--max_grad_norm", dest="grad_clip", type=real(0), help="the same as --grad_clip")
     for flag in ("--amp", "--pin_memory"):
         advanced(flag, action="store_true", help="accepted; always on with a GPU")
-    advanced("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
+    advanced("--backend", choices=("nccl", "gloo"), help="accepted; the backend is chosen automatically")
     args = parser.parse(argv)
     if (args.init == "pretrained") != bool(args.pretrained_path):
         parser.error("--init pretrained and --pretrained_path go together")
@@ -166,7 +169,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             parser.error("--image none: goes without --use_smart_cache, --pretrained_path and --mask_column")
         if not args.clinical_columns and not args.predict:
             parser.error("--image none: needs --clinical_columns")
-        # without an image only the Cox model is fitted, and nothing is trained
+        # with --image none the script only fits Cox models and trains no network
         args.num_epochs, args.auto_batch, args.gpu_shares = 0, False, "equal"
     if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
         parser.error("--hu_window LOW < HIGH, --eta_min at most --lr, and --base_channels a multiple of 8")
@@ -174,7 +177,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # parse before the heavy imports, so --help and flag errors are immediate
+    # parse the flags before the heavy imports, so that --help and errors in flags appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -212,7 +215,7 @@ ADVICE = "give a smaller --image_size or --resnet, or --stem_stride 2"
 
 
 class MaxPool3d(nn.Module):
-    """Max pooling (kernel 3, stride 2, padding 1) with a deterministic gradient, which CUDA's max pooling lacks."""
+    """Max pooling (kernel 3, stride 2, padding 1) with a deterministic gradient, unlike torch's max pooling on CUDA."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, [1] * 6, value=-torch.inf)
@@ -222,7 +225,10 @@ class MaxPool3d(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """MedicalNet's type A shortcut: subsample, and add zero channels. MONAI's version detaches the gradient."""
+    """MedicalNet's type A residual shortcut: subsamples the input and appends channels of zeros.
+
+    Replaces MONAI's version, which detaches the input from the autograd graph, so that no gradient flows through it.
+    """
 
     def __init__(self, planes: int, stride: int):
         super().__init__()
@@ -234,9 +240,11 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """A fitted Cox model of the columns plus an image part from MONAI's 3D ResNet.
+    """Predicts a log-hazard as the sum of a column part, a Cox model of the columns, and an image part, a 3D ResNet.
 
-    The head starts at zero, so before training the model equals the Cox model.
+    The columns are clinical data and image measurements. The Cox coefficients are fitted beforehand and stay constant
+    in training. The linear head of the ResNet (MONAI's) starts at zero, so before training the predictions are those of
+    the Cox model.
     """
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str):
@@ -245,7 +253,7 @@ class RiskNet(nn.Module):
         self.shape = 1 + bool(args.mask_column and args.mask_mode == "channel"), *args.image_size
         if args.image == "volume":
             self.backbone = make_backbone(args, self.shape[0], shortcut)
-            # no bias: the partial likelihood does not depend on a constant
+            # no bias, because adding a constant to all log-hazards does not change the partial likelihood
             self.head = nn.Linear(self.backbone.in_planes, 1, bias=False)
             nn.init.zeros_(self.head.weight)
         self.register_buffer("linear", torch.zeros(columns, dtype=torch.float64))
@@ -257,13 +265,14 @@ class RiskNet(nn.Module):
         return batch["columns"].double() @ self.linear
 
     def forward(self, batch: dict) -> Tensor:
-        """Log-hazards (B,) in float64. batch: columns (B, n) and image (B, C, X, Y, Z) in 0..1."""
+        """Return the log-hazards (B,) in float64. batch: {"columns": (B, n), "image": (B, C, X, Y, Z) in 0..1}."""
         log_hazard = self.linear_part(batch)
         if hasattr(self, "backbone"):
             images = batch["image"].float()
             with autocast(images.device, self.precision):
                 features = self.backbone(images.contiguous(memory_format=torch.channels_last_3d))
-            # outside autocast: bf16 has steps of 1/64 near a log-hazard of 3, which would cause ties
+            # compute the head outside autocast: near a log-hazard of 3, bf16 numbers are 1/64 apart, so different cases
+            # would get equal log-hazards
             log_hazard = log_hazard + self.image_weight * self.head(features.float())[:, 0]
         return log_hazard
 
@@ -284,7 +293,7 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
         backbone.maxpool = MaxPool3d()
     for module in list(backbone.modules()):
         for name, child in module.named_children():
-            # MONAI's own `norm` argument affects only the first layer
+            # replace every BatchNorm here, because the `norm` argument of MONAI's ResNet affects only the first one
             if args.norm == "group" and isinstance(child, nn.BatchNorm3d):
                 setattr(module, name, GroupNorm(8, child.num_features))
             if shortcut == "A" and name == "downsample":
@@ -295,10 +304,15 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
 def build_model(
     args: Namespace, precision: str, device: torch.device, columns: int = 0, saved: dict | None = None
 ) -> RiskNet:
-    """Build the model, identical on every rank. saved: a checkpoint. Raises InputError if weights do not fit."""
+    """Build the model with the same weights on every rank: those of a checkpoint, of --pretrained_path, or random ones.
+
+    columns: number of encoded columns. saved: contents of the checkpoint, None for a new run. Raises InputError if the
+    weights do not fit the model.
+    """
     torch.manual_seed(args.seed)
     found = saved["model"] if saved else read_pretrained(args)
-    # MedicalNet's smaller networks have type A shortcuts, which have no weights
+    # the shortcuts of MedicalNet's smaller networks are of type A and have no weights, so they are recognized by the
+    # absence of "downsample" weights
     is_type_a = found and not any("downsample" in name for name in found)
     model = RiskNet(args, columns, precision, shortcut="A" if is_type_a else "B")
     if saved:
@@ -316,7 +330,10 @@ def build_model(
 
 
 def read_pretrained(args: Namespace) -> dict[str, Tensor]:
-    """Read --pretrained_path as {name in RiskNet: weights}; {} without the flag. Raises InputError."""
+    """Return the weights in the file --pretrained_path as {parameter name in RiskNet: tensor}, or {} without this flag.
+
+    Raises InputError if the file is unreadable, or contains MedicalNet weights that do not fit --norm or --stem_stride.
+    """
     path = args.pretrained_path
     if not path:
         return {}
@@ -342,10 +359,10 @@ def read_pretrained(args: Namespace) -> dict[str, Tensor]:
 
 
 def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Negative Cox partial log-likelihood per event, with ties as in Efron (1977).
+    """Return the negative Cox partial log-likelihood per event, with ties handled by Efron's method (1977).
 
-    log_hazard (n,) may be on any device. time (n,) and event (n,) are on the CPU, so that this loss never synchronizes
-    with the GPU, unlike torchsurv's. Hazards are summed as logarithms and cannot overflow.
+    log_hazard (n,) may be on any device. time (n,) and event (n,) must be on the CPU; so, unlike torchsurv's loss, this
+    function never waits for the GPU. Hazards are summed in log space and cannot overflow. Returns 0 without events.
     """
     device = log_hazard.device
     rows = event.nonzero()[:, 0]
@@ -357,7 +374,7 @@ def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
     gone = (time < times[:, None]).to(device, non_blocking=True)
     total = log_hazard.expand(len(rows), -1).masked_fill(gone, -torch.inf).logsumexp(1)
 
-    # Efron: in the risk set of the l-th (from 0) of d tied events, these d hazards have weight 1 - l / d
+    # Efron: for the l-th of d tied events, l from 0, the sum over the risk set weights the d tied hazards by 1 - l / d
     tied = times == times[:, None]
     before = (tied.tril(-1).sum(1).double() / tied.sum(1)).to(total.dtype).to(device, non_blocking=True)
     untied = (~tied).to(device, non_blocking=True)
@@ -373,7 +390,11 @@ def log_likelihood(log_hazard: np.ndarray, time: np.ndarray, event: np.ndarray) 
 def fit_cox(
     x: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float | np.ndarray, start=None, tolerance=1e-10
 ) -> np.ndarray:
-    """Fit the coefficients b (k,) of a Cox model to x (n, k) in float64, with a ridge term penalty / 2 * b^2."""
+    """Fit a ridge Cox model to the covariates x (n, k) in float64; return its coefficients b (k,).
+
+    Minimizes the negative partial log-likelihood plus the sum of penalty / 2 * b^2. penalty: one number, or one for
+    each coefficient. start: initial coefficients, default 0. tolerance: gradient at which L-BFGS stops.
+    """
     rows, *outcome, penalty = map(torch.as_tensor, (x, time, event, penalty))
     beta = torch.zeros(x.shape[1], dtype=torch.float64) if start is None else torch.tensor(start)
     options = {"max_iter": 500, "tolerance_grad": tolerance, "tolerance_change": 0}
@@ -385,7 +406,7 @@ def fit_cox(
         value.backward()
         return value
 
-    # one thread: the number of threads may change the last bits
+    # use one thread, because the number of threads may change the last bits of the coefficients
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -396,9 +417,10 @@ def fit_cox(
 
 
 def select_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[np.ndarray, float, float]:
-    """Fit a ridge Cox model to x (n, k). Returns (coefficients, penalty, log-likelihood).
+    """Fit a Cox model to the covariates x (n, k) of the cases in `data`, with the best ridge penalty in PENALTIES.
 
-    The log-likelihood is cross-validated in 5 folds (Verweij and van Houwelingen 1993); the penalty maximizes it.
+    The best penalty has the highest log-likelihood in a 5-fold cross-validation (Verweij and van Houwelingen 1993).
+    Returns (coefficients (k,), penalty, cross-validated log-likelihood).
     """
     time, event = report.outcome(data)
     fold = assign_folds(data.cohort.case[data.rows], event, np.ones(len(x), bool), 5, seed)
@@ -415,9 +437,11 @@ def select_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tup
 
 
 def load_or_fit_cox_models(run: Run, train: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
-    """All ranks: return the checkpoint's Cox models; a new run fits them to clinical columns, measurements, and both.
+    """All ranks: return the checkpoint's Cox models; in a new run, rank 0 fits them to the training set.
 
-    clinical: number of clinical columns, which come first. Each "beta" (n,) is 0 for columns that the model ignores.
+    There are up to three models: of the clinical columns, of the image measurements, and of both. clinical: number of
+    clinical columns, which precede the image measurements. Returns {model: {"beta": coefficients, 0 for columns that
+    the model does not use, "penalty": ridge penalty, "likelihood": cross-validated log-likelihood}}.
     """
     if run.checkpoint:
         return run.checkpoint["cox_models"]
@@ -440,12 +464,14 @@ def best_cox_model(models: dict[str, dict]) -> str:
 
 
 def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvivalDataset, cox_model: dict) -> dict:
-    """Estimate the image part's weight.
+    """Estimate the factor ("weight") by which the image part of a log-hazard is multiplied.
 
-    image (n,): image parts of the log-hazards, each predicted by a network that was not trained on the case. A Cox
-    model of columns and image part is fitted, and its difference from cox_model is multiplied by 1 - 1 / chi2 (van
-    Houwelingen and le Cessie 1990). If the image part is not significant at 5 % (chi2 of 3.84) or has a negative
-    coefficient, its weight is 0 and "linear" is cox_model's.
+    x (n, k): encoded columns. image (n,): each case's image part, predicted by a network that was not trained on the
+    case. cox_model: Cox model of the columns alone. A second Cox model is fitted to columns and image part; chi2 is its
+    penalized likelihood-ratio statistic against cox_model, and the difference of the models' coefficients is multiplied
+    by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the image part is not significant at 5 % (chi2 of at most
+    3.84) or its coefficient is not positive, its weight is 0 and the coefficients are those of cox_model. Returns
+    {"linear": coefficients of the columns, "image_weight": weight, "image_chi2": chi2}.
     """
     linear = np.array(cox_model["beta"])
     seen = linear != 0
@@ -467,11 +493,12 @@ def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvi
 
 
 def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace) -> None:
-    """Compute the gradients of one optimizer step, the same for any number of ranks and micro-batches.
+    """All ranks: compute the gradients of one optimizer step, equal for any number of ranks and micro-batches.
 
-    The Cox loss is not a sum over micro-batches, because the risk set of an event spans the global batch. So every rank
-    computes the loss from all ranks' log-hazards and backpropagates its gradient through its own micro-batches. With
-    several micro-batches, the log-hazards come from an extra forward pass without a graph (Gao et al. 2021).
+    The Cox loss is not a sum over micro-batches, because the risk set of an event spans the global batch (the cases of
+    all ranks in this step). So every rank computes the loss from the log-hazards of all ranks, and backpropagates the
+    loss's gradient through its own micro-batches. With several micro-batches, the log-hazards come from an extra
+    forward pass without an autograd graph (Gao et al. 2021).
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
     sizes, device = training.batch, training.ranks.device
@@ -480,10 +507,10 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for place, batch in enumerate(step.batches):
         step.batches[place] = moved = du.to_device(batch, device)
         if args.augment and args.image == "volume":
-            # the indices are read on the host: on the GPU, tolist() would be a host-device sync
+            # take the indices from the batch in CPU memory, because tolist() of a GPU tensor waits for the GPU
             moved["image"] = augment(moved["image"], batch["index"].tolist(), args.seed, position.epoch)
 
-    # all ranks must make the same choice, because DDP communicates in its forward pass
+    # all ranks must agree whether the step has a single forward pass, because the forward pass of DDP communicates
     single_pass = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
     if single_pass:
         outputs = [engine.wrapped(step.batches[0])]
@@ -501,7 +528,8 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for number, batch in zip(step.numbers or [0], step.micro_batches(), strict=True):
         output = outputs[0] if single_pass else engine.wrapped(batch)
         output_gradient = gradient[number * sizes.micro_batch_size :][: len(output)]
-        # loss and events cover the global batch, so they are logged only once
+        # the loss and the event count cover the global batch, so only the step's first micro-batch logs them; the other
+        # micro-batches log 0
         step.backward(loss * (number == 0), events * (number == 0), through=(output, output_gradient))
 
 
@@ -510,7 +538,11 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 
 @torch.no_grad()
 def predict_parts(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run) -> np.ndarray:
-    """All ranks: predict log-hazards as (n, 2) float64 parts from columns and image. Raises RunError if non-finite."""
+    """All ranks: share the cases in `data`, predict their log-hazards, and return all predictions on every rank.
+
+    Returns (n, 2) float64: each log-hazard's column part and image part, see RiskNet. Raises RunError if a prediction
+    is not finite.
+    """
     model.eval()
     loader = du.create_distributed_dataloader(data, batch_size, train=False, num_workers=run.args.num_workers)
     rows, outputs = [], []
@@ -533,10 +565,13 @@ def validation_loss(parts: np.ndarray, val: MultiGPUSurvivalDataset) -> float:
 
 
 def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str, float]:
-    """All ranks: validate the current weights."""
+    """All ranks: score the model with its current weights on the validation set.
+
+    sets: the datasets {"train": ..., "val": ...}. Returns {"val/metric": value} on every rank.
+    """
     parts = predict_parts(model, sets["val"], batch_size, run)
     metrics = {}
-    # broadcast from rank 0, so that all ranks make the same decisions
+    # compute the metrics on rank 0 and broadcast them, so that all ranks base decisions on the same numbers
     if run.ranks.is_main:
         scores = report.score(parts.sum(1), sets["val"], sets["train"], run.args.eval_years)
         metrics = {"val/loss": validation_loss(parts, sets["val"])}
@@ -545,10 +580,11 @@ def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str,
 
 
 def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
-    """Fit baseline models to the columns. Returns {name: (log-hazards of the validation set, baseline hazard)}.
+    """Compute the baseline models' log-hazards for the validation set: Kaplan-Meier, Cox models and a random forest.
 
-    Random survival forests are under the GPL, so the forest is fitted to the martingale residuals of a null model
-    (Therneau, Grambsch and Fleming 1990).
+    The forest regresses the martingale residuals of a null model on the columns (Therneau, Grambsch and Fleming 1990),
+    because scikit-survival, which has random survival forests, is under the GPL. For synthetic data, the true risk is
+    included as one more model. Returns {model: (log-hazards, baseline hazard or None)}.
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -571,9 +607,11 @@ def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tu
 def test(
     run: Run, sets: dict, parts: dict[str, np.ndarray], reference: dict, baseline_models: dict[str, tuple], title: str
 ) -> tuple[dict[str, float], pd.DataFrame | None]:
-    """All ranks: print the scores, write predictions and a figure. Returns (metrics, cases).
+    """All ranks: score the validation set; rank 0 prints the scores and writes predictions and a figure.
 
-    cases: on rank 0, the result of report.cases_of() for the validation set, plus the log-hazards of each model.
+    parts: results of predict_parts() as {"val": ..., "train": ...}. reference: result of report.fit_reference(). title:
+    heading of the table of scores. Returns (metrics, cases): {metric: value} on every rank and, on rank 0 only, the
+    table that report.cases_of() returns, with a column of log-hazards for each model.
     """
     args, val, metrics, cases = run.args, sets["val"], {}, None
     prefix = "eval_" if args.eval_only else ""
@@ -619,7 +657,11 @@ def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
 
 @dataclass
 class Inputs:
-    """A cohort as model input. columns (rows, n): the first `clinical` are clinical, the others image measurements."""
+    """The model's input: a cohort (the checked table of cases), its encoded columns, and the reader of its CT volumes.
+
+    columns (rows, n): first the encoded clinical columns, then the image measurements. clinical: number of encoded
+    clinical columns. encoding: the dicts of fit_columns() by which the columns were encoded.
+    """
 
     cohort: Cohort
     encoding: list[dict]
@@ -639,9 +681,10 @@ class Inputs:
 def read_inputs(
     cohort: Cohort, encoding: list[dict], rows: np.ndarray, args: Namespace, train: np.ndarray | None = None
 ) -> Inputs:
-    """All ranks: encode the columns, and read the volumes of these rows once to check and measure them.
+    """All ranks: encode the cohort's columns; check and measure the volumes of `rows`, which the ranks share.
 
-    train: a new run's training rows, which image measurements are standardised on.
+    encoding: results of fit_columns(). train: numbers of a new run's training rows, on which the encodings of the image
+    measurements are fitted; None if the encodings come from a checkpoint. Raises InputError naming unusable volumes.
     """
     orientation = None if args.orientation == "as-is" else args.orientation
     mask_mode = args.mask_column and args.mask_mode
@@ -680,14 +723,19 @@ def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
 def begin_training(
     run: Run, model: RiskNet, inputs: Inputs, sets: dict, cox_models: dict[str, dict], described: str
 ) -> tuple[Training, DataLoader]:
-    """All ranks: set a new run's linear part to the best Cox model; return the Training and its loader."""
+    """All ranks: prepare the training of `model`; return (Training, DataLoader of the training cases).
+
+    In a new run, the model's Cox coefficients are set to those of the best Cox model. described: description of the
+    numerical precision, printed at the start of the run. Raises InputError if the batch or the device rules out --norm
+    batch.
+    """
     args, ranks, train, cached = run.args, run.ranks, sets["train"], sets["cached"]
     name = best_cox_model(cox_models)
     if not run.checkpoint:
         model.linear.copy_(torch.tensor(cox_models[name]["beta"], dtype=torch.float64))
     batch_size, effective = args.batch_size, args.effective_batch_size
     if not run.checkpoint and not effective:
-        # guide 2's --batch_size is the total over all GPUs
+        # as in the published training guide (guide 2), --batch_size counts the cases on all GPUs
         effective = batch_size * args.gradient_accumulation_steps
         batch_size = math.ceil(batch_size / ranks.world_size)
     batch = run.plan_batches(
@@ -700,7 +748,8 @@ def begin_training(
     if args.norm == "batch" and ranks.world_size > 1:
         if ranks.device.type == "cpu":
             raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
-        # SyncBatchNorm must wait for plan_batches(), where each rank tries batches on its own
+        # convert the layers after plan_batches(), in which each rank tries batch sizes without the other ranks, whereas
+        # SyncBatchNorm would wait for them
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(
@@ -727,7 +776,10 @@ def begin_training(
 
 
 def train_epochs(training: Training, loader: DataLoader, sets: dict | None = None) -> int:
-    """All ranks: train to the end, evaluating `sets` after each epoch. Returns a stop signal's exit code, or 0."""
+    """All ranks: train until the last step of the run; validate after each epoch unless `sets` is None.
+
+    Returns the exit code: 0, or the code for a stop signal that ended the training early.
+    """
     run, args, model = training.run, training.args, training.engine.model
     while not training.is_over():
         frozen = run.position.epoch < args.freeze_epochs
@@ -752,11 +804,12 @@ def train_epochs(training: Training, loader: DataLoader, sets: dict | None = Non
 def cross_fit_image_weight(
     training: Training, inputs: Inputs, train: MultiGPUSurvivalDataset, cox_models: dict[str, dict]
 ) -> tuple[int, dict, np.ndarray | None]:
-    """All ranks: estimate the image part's weight by cross-validation within the training fold.
+    """All ranks: estimate the weight of the log-hazards' image part by cross-validation within the training fold.
 
-    Each of the --inner_folds networks is trained in a run folder of its own and can be resumed. Returns (a stop
-    signal's exit code or 0, result of estimate_image_weight(), (n, 2) parts of the training cases' log-hazards, each
-    predicted by the network that was not trained on the case).
+    Trains --inner_folds networks, each in its own run folder, from which it can be resumed. Returns (exit code, result
+    of estimate_image_weight(), parts). The exit code is 0, or after a stop signal the code for that signal; `parts` is
+    then None. parts (n, 2): the training cases' log-hazards, split into the parts from columns and image; each image
+    part is predicted by the network that was not trained on the case.
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     sizes, precision = training.batch, training.engine.model.precision
@@ -777,7 +830,7 @@ def cross_fit_image_weight(
             code = train_epochs(inner, loader)
             if not code:
                 held_out = predict_parts(network, sets["val"], inner.batch.micro_batch_size, run)[:, 1]
-                # each network's constant offset carries no information
+                # subtract the mean, because each network's log-hazards have an arbitrary offset
                 image[fold == left_out] = held_out - held_out.mean()
                 code = inner.signalled() or training.signalled()
                 if code:
@@ -800,7 +853,10 @@ def set_image_weight(model: RiskNet, weighed: dict | None) -> None:
 
 
 def score_checkpoint(model: RiskNet, sets: dict, run: Run, baseline_models: dict[str, tuple]) -> None:
-    """--eval_only: test the checkpoint. Raises InputError if it was trained on cases of the validation fold."""
+    """All ranks: test the model of the checkpoint on the validation fold, for the flag --eval_only.
+
+    Raises InputError if the checkpoint's model was trained on cases of the validation fold.
+    """
     seen = set(sets["val"].cohort.case[sets["val"].rows]) & set(run.checkpoint["trained_cases"])
     if seen:
         raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
@@ -815,7 +871,10 @@ def score_checkpoint(model: RiskNet, sets: dict, run: Run, baseline_models: dict
 
 
 def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
-    """Train and test one fold. Returns (exit code, result of test(); None after a stop signal and for --eval_only)."""
+    """All ranks: train on one training fold and test on its validation fold; with --eval_only, only test.
+
+    Returns (exit code, result of test()); the result is None if a stop signal ended the training, and with --eval_only.
+    """
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     args, is_new = run.args, run.checkpoint is None
@@ -849,14 +908,15 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         events = cohort.event[train].sum()
         if events < 4 * args.inner_folds and steps:
             du.print_main(f"warning: {events} events are too few to weight the image part; its weight stays 1")
-        # weight the image part only at the planned end, not where --max_steps stops the run
+        # estimate the image part's weight only after the last planned step, not if --max_steps ended the run earlier
         elif args.inner_folds and 0 < run.position.step == steps:
             training.flush()
             code, weighed, unseen = cross_fit_image_weight(training, inputs, sets["train"], cox_models)
             if code:
                 return code, None
 
-        # a fold of a cross-validation must not choose its weights by the cases that it scores
+        # a cross-validation fold must not select its checkpoint on the cases it is evaluated on, so the weights of the
+        # last step are tested
         is_cross_validated = args.folds and args.val_fold
         step = run.position.step if is_cross_validated else training.load_best()
         is_best = not is_cross_validated and run.position.best is not None
@@ -874,13 +934,15 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         if not is_cross_validated and last is not None:
             metrics["val/c_index_last"] = last
         training.finish(metrics)
-        # after a late stop signal, a cross-validation must not begin another fold
+        # return the exit code of a stop signal that came after training, so that no other fold of a cross-validation
+        # begins
         code = training.signalled() if is_cross_validated else 0
     return code, (metrics, cases)
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks) -> int:
-    # rank 0 decides: other ranks may see an outdated state of a shared folder
+    # only rank 0 checks whether the folder contains a single run, because on a network drive the other ranks may see
+    # outdated contents
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
     metrics, cases = [], {}
@@ -933,7 +995,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    # without --world_size, one process per GPU, which only torch can count
+    # without --world_size, start one process per GPU; this happens here because torch, which counts the GPUs, must be
+    # imported first
     launch_workers(args.world_size or torch.cuda.device_count())
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

@@ -1,10 +1,14 @@
-"""Environments as transition tables, learning histories (HDF5, in the published layout) and training segments.
+"""Reinforcement-learning environments, the learning histories of agents in them, and segments of histories to train on.
+
+Histories are stored as HDF5, in the layout of the published CompressedAD repository (guide 4):
 
     history.hdf5 /0 ... /80   states, next_states (T, streams, D) int   actions (T, streams) int
                               rewards (T, streams) number               dones (T, streams) bool: ends of episodes
 
-Group k holds the learning histories of task k from their first step on. The file's attribute `env` names the
-environment in the syntax of --env. The published files lack it; then --env decides, with Darkroom as the default.
+Group /k contains the histories of task k, one for each of several parallel agents ("streams"). A history covers T steps
+from the beginning of learning. D is the number of coordinates. The file attribute `env` names the environment in the
+syntax of the flag --env. The published files lack this attribute; for them --env, by default darkroom, names the
+environment.
 """
 
 import hashlib
@@ -26,11 +30,13 @@ EVAL_STREAMS = 20
 
 
 class Env(NamedTuple):
-    """Transition tables of a family of tasks; an agent in state s observes only the cell s % cells.
+    """A reinforcement-learning environment with several tasks, given by transition tables.
 
-    coordinates (cells, D): where each cell is, as in history files. next, reward (tasks, states, actions, outcomes).
-    cumulative: cumulative probabilities of the outcomes, or None if there is a single outcome. An episode has `horizon`
-    steps from state `start`; an agent that reaches a terminal state earlier stays there without reward.
+    An agent in state s observes only its cell, which is s % cells; states of the same cell differ in a hidden phase of
+    the task, such as the possession of a key. coordinates (cells, D): each cell's coordinates, as in history files.
+    next, reward (tasks, states, actions, outcomes): next state and reward for each possible outcome of an action.
+    cumulative: cumulative probabilities of the outcomes, or None if each action has a single outcome. An episode has
+    `horizon` steps from state `start`; an agent that reaches a terminal state earlier stays there without reward.
     """
 
     name: str
@@ -68,21 +74,27 @@ class Env(NamedTuple):
         return self.next[task, state, action, outcome], self.reward[task, state, action, outcome]
 
     def _expected(self, values: np.ndarray) -> np.ndarray:
-        """Expected reward plus value of the next state (tasks, states, actions). values: (tasks, states)."""
+        """Return the expectation of each action's reward plus the next state's value, (tasks, states, actions).
+
+        values (tasks, states): the value of each state.
+        """
         outcomes = self.reward + values[np.arange(len(values))[:, None, None, None], self.next]
         if self.cumulative is None:
             return outcomes[..., 0]
         return (outcomes * np.diff(self.cumulative, axis=-1, prepend=0)).sum(-1)
 
     def value(self, choose) -> np.ndarray:
-        """Exact expected return of an episode (tasks,). choose: np.max for the optimum, np.mean for random actions."""
+        """Return the exact expected return of an episode in each task, (tasks,).
+
+        choose: np.max for an agent that takes optimal actions, np.mean for one that takes random actions.
+        """
         values = np.zeros(self.next.shape[:2])
         for _ in range(self.horizon):
             values = choose(self._expected(values), axis=-1)
         return values[:, self.start]
 
     def best_actions(self) -> np.ndarray:
-        """Mask (tasks, states, actions) of the actions that are optimal for the discounted return."""
+        """Return a boolean array (tasks, states, actions), True for actions that maximize the discounted return."""
         values = np.zeros(self.next.shape[:2])
         for _ in range(10 * self.horizon):
             q = self._expected(DISCOUNT * values)
@@ -91,14 +103,21 @@ class Env(NamedTuple):
 
 
 def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates (cells, 2) of a square room and next cells (cells, 5) for +i, -i, +j, -j, stay; walls block moves."""
+    """Return the coordinates (i, j) of the cells of a square room, (cells, 2), and the next cells, (cells, 5).
+
+    size: cells along each side. The five actions are i + 1, i - 1, j + 1, j - 1 and stay; walls block moves.
+    """
     coordinates = np.stack(np.divmod(np.arange(size * size), size), -1)
     moved = np.clip(coordinates[:, None] + [(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)], 0, size - 1)
     return coordinates, moved @ (size, 1)
 
 
 def darkroom(size: int) -> Env:
-    """Room with a hidden goal, cell k in task k, that rewards each step ending on it. The published room has size 9."""
+    """Build Darkroom: a square room with a hidden goal, which is cell k in task k.
+
+    Each step that ends on the goal is rewarded with 1. size: cells along each side, 9 in the published CompressedAD
+    repository (guide 4).
+    """
     coordinates, next_cell = grid_moves(size)
     cells = size * size
     next_state = np.broadcast_to(next_cell[None, ..., None], (cells, cells, 5, 1))
@@ -107,9 +126,11 @@ def darkroom(size: int) -> Env:
 
 
 def key_to_door(size: int) -> Env:
-    """Room with a hidden key and then a hidden door, each rewarded once with 1; at most 200 tasks.
+    """Build Key-to-Door: a square room in which an agent must find a hidden key and then a hidden door.
 
-    States: cell without the key, cell + cells with the key, cell + 2 * cells after the door.
+    Key and door are each rewarded once with 1. There are at most 200 tasks, which differ in the places of key and door.
+    size: cells along each side. In a room of n cells, an agent on cell c is in state c without the key, c + n with the
+    key, and c + 2 n after it has reached the door.
     """
     coordinates, next_cell = grid_moves(size)
     cells = size * size
@@ -125,9 +146,10 @@ def key_to_door(size: int) -> Env:
 
 
 def gymnasium_env(name: str) -> Env:
-    """Gymnasium environment with a transition table P (FrozenLake, CliffWalking, Taxi).
+    """Build tasks from a Gymnasium environment with a transition table P, such as FrozenLake, CliffWalking or Taxi.
 
-    Each task permutes the actions, so that an agent has something to learn. Raises InputError.
+    In each task the action numbers have another meaning, a permutation of the original one, so that an agent must learn
+    what each action does. name: Gymnasium's name of the environment. Raises InputError if it cannot be used.
     """
     try:
         import gymnasium
@@ -142,7 +164,7 @@ def gymnasium_env(name: str) -> Env:
         needs = "it needs `make setup-dev`, Discrete spaces and a table P"
         raise InputError(f"--env gym:{name}: {reason}; {needs}") from None
     outcomes = max(len(found) for row in table.values() for found in row.values())
-    # pad all actions to the same number of outcomes with copies of probability 0
+    # give all actions the same number of outcomes: append copies of the last outcome, with probability 0
     rows = [
         [(found + outcomes * [(0, *found[-1][1:])])[:outcomes] for found in table[state].values()]
         for state in range(states)
@@ -162,7 +184,7 @@ def gymnasium_env(name: str) -> Env:
 
 
 def make_env(spec: str) -> Env:
-    """Build the environment that --env names. Raises InputError."""
+    """Build the environment that `spec` names in the syntax of the flag --env. Raises InputError for other names."""
     kind, _, rest = spec.partition(":")
     if kind == "gym":
         return gymnasium_env(rest)
@@ -173,9 +195,10 @@ def make_env(spec: str) -> Env:
 
 
 def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split into training tasks and 8 unseen tasks (2 to 7 if there are fewer than 64 tasks).
+    """Split the task numbers 0 to tasks - 1 into training tasks and unseen tasks, which are used for the test.
 
-    Seed 0 on Darkroom gives the published split.
+    There are 8 unseen tasks, or 2 to 7 if there are fewer than 64 tasks. For Darkroom, seed 0 reproduces the split of
+    the published CompressedAD repository (guide 4).
     """
     order = list(range(tasks))
     random.Random(seed).shuffle(order)
@@ -187,9 +210,10 @@ def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: None) -> list[np.ndarray]:
-    """Run one agent per entry of `task`; return [states, actions, next states, rewards], each (steps, agents).
+    """Let agents act for `steps` steps; return [states, actions, next states, rewards], each (steps, agents).
 
-    choose(t, state) returns the actions; learn(t, state, action, next state, reward) is called after each step.
+    task (agents,): the task number of each agent. choose(t, states) must return the agents' actions (agents,) in step
+    t; learn(t, states, actions, next states, rewards) is called after each step.
     """
     parts = [np.empty((steps, len(task)), kind) for kind in (np.int32, np.int8, np.int32, np.float32)]
     state = np.full(len(task), env.start)
@@ -211,9 +235,9 @@ def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
 class Search:
     """Agents that know where each action leads, but learn the goal only from the transitions they observe.
 
-    They move to the nearest unseen cell (ties: lowest action) and, after the first reward, take the shortest path to
-    the goal. The phases of a task with hidden states (without the key, with it) are searched separately. Raises
-    InputError if the environment is not a room.
+    An agent moves to the nearest cell that it has not visited (ties: lowest action number) and, after its first reward,
+    takes the shortest path to the goal. In Key-to-Door, the agent searches the room once without the key and once with
+    the key. Raises InputError if the environment is not a room.
     """
 
     def __init__(self, env: Env, task: np.ndarray, rng=None):
@@ -249,10 +273,11 @@ class Search:
 
 
 class Histories:
-    """The histories of all tasks, in memory.
+    """Loads the learning histories of all tasks into memory.
 
-    words (tasks, streams, steps, 4) int16: cell, action, next cell, action to predict. rewards (tasks, streams, steps)
-    float32. curves: the source's mean return per episode, an array (episodes,) for each task.
+    words (tasks, streams, steps, 4) int16: cell, action, next cell and action to predict, for each step of each
+    history; a task has one history per stream. rewards (tasks, streams, steps): float32. curves: for each task, an
+    array (episodes,) of the mean return per episode of the agents that produced the histories.
     """
 
     def __init__(self, path: str, env: str | None, objective: str, seed: int):
@@ -276,7 +301,10 @@ class Histories:
 
 
 def find_file(path: str) -> Path:
-    """Find the HDF5 file for --data. Raises InputError with advice if there is none."""
+    """Find the HDF5 file of histories that --data names, directly or by its folder.
+
+    Raises InputError with advice if there is no such file, or several.
+    """
     file = Path(path)
     if file.is_dir():
         found = sorted(each for folder in (file, file / "datasets") for each in folder.glob("*.h*5"))
@@ -295,7 +323,10 @@ def find_file(path: str) -> Path:
 
 
 def read_file(path: Path, wanted: str | None) -> tuple[Env, list[dict]]:
-    """Read the environment and the arrays of each group. wanted: the value of --env. Raises InputError."""
+    """Read a file of histories; return its environment and, for each task, a dict of the arrays in the task's group.
+
+    wanted: value of the flag --env, or None. Raises InputError if the file is unusable or of another environment.
+    """
     import h5py
 
     try:
@@ -322,7 +353,10 @@ def read_file(path: Path, wanted: str | None) -> tuple[Env, list[dict]]:
 
 
 def read_array(file, name: str) -> np.ndarray:
-    """Read a numeric data set of an open HDF5 file. Raises ValueError if its values are stored in another file."""
+    """Read a numeric dataset from an open HDF5 file.
+
+    Raises ValueError if the dataset is not numeric or its values are stored in another file.
+    """
     data = file[name]
     is_elsewhere = data.file.filename != file.filename or data.is_virtual or data.external
     if is_elsewhere or data.dtype.kind not in "biuf":
@@ -331,17 +365,18 @@ def read_array(file, name: str) -> np.ndarray:
 
 
 def replay(path: Path, task: int, group: dict, env: Env) -> int:
-    """Check a task's histories, replace their coordinates by states (T, streams), and return the number of repairs.
+    """Check one task's histories by replaying their actions; return how many next states had to be repaired.
 
-    Some sources log the start of the next episode as an episode's last next state; this is repaired. Raises InputError
-    with group, step and stream.
+    group: the arrays of the task's HDF5 group; states and next_states are replaced, coordinates (T, streams, D) by
+    state numbers (T, streams). In some files, the next state of an episode's last step is the start of the following
+    episode; such next states are repaired. Raises InputError with the group, step and stream of the first error.
     """
     limits = env.coordinates.max(0) + 1
     is_last = (np.arange(len(group["actions"])) % env.horizon == env.horizon - 1)[:, None]
     wrong = {"dones must be True at each episode's end alone": group["dones"].astype(bool) != is_last}
     for name, limit in (("states", limits), ("next_states", limits), ("actions", env.actions)):
         array = group[name]
-        # NaN fails too
+        # NaN fails this check too, because comparisons with NaN are False
         good = (array == np.floor(array)) & (array >= 0) & (array < limit)
         wrong[f"{name} must be whole numbers from 0 and below {limit}"] = ~(good.all(-1) if good.ndim > 2 else good)
     fail_at_first(path, task, wrong)
@@ -370,7 +405,10 @@ def replay(path: Path, task: int, group: dict, env: Env) -> int:
 
 
 def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
-    """Raise InputError for the first True, with its step and stream. wrong: {reason: array (T, streams)}."""
+    """Raise InputError with reason, step and stream of the first error, if any history of the task has one.
+
+    wrong: {reason: boolean array (T, streams), True where a history is wrong for this reason}.
+    """
     for reason, mask in wrong.items():
         if mask.any():
             step, stream = np.argwhere(mask)[0]
@@ -378,10 +416,10 @@ def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
 
 
 def find_targets(objective: str, env: Env, task: int, states, actions, next_states, rewards, rng) -> np.ndarray:
-    """Return the actions to predict (T, streams).
+    """Return the actions that the network is trained to predict in one task's histories, (T, streams).
 
-    ad: the actions in the history. dpt: optimal actions, ties broken at random (Lee et al. 2023). search: the actions
-    of Search after the same history.
+    objective: "ad", the actions in the histories; "dpt", optimal actions, with ties broken at random (Lee et al. 2023);
+    "search", the actions that a Search agent would choose after observing the history up to that step.
     """
     if objective == "ad":
         return actions
@@ -400,7 +438,10 @@ def find_targets(objective: str, env: Env, task: int, states, actions, next_stat
 
 
 def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
-    """Random numbers in [0, 1), one per sample, that depend only on (seed, epoch, sample, draw) (splitmix64)."""
+    """Hash (seed, epoch, sample index, draw) to a random number in [0, 1) for each sample index, with splitmix64.
+
+    samples: indices of samples in the dataset. draw: integer by which several random numbers for one sample differ.
+    """
     key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -410,12 +451,15 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
 
 
 class SegmentDataset(Dataset):
-    """Segments of histories: up to `max_depth` blocks of n_transit transitions to compress, then the context.
+    """Dataset of segments, contiguous parts of learning histories.
 
-    In training, a segment depends only on (seed, epoch, sample), and the contexts of an epoch are together about as
-    long as the histories. from_start: share of segments that begin at the start of their history, as the past of an
-    acting agent does. shift: moves the room of each segment by 0 to `shift` rows and columns, so that goals cannot be
-    memorized. In evaluations, the first histories of each task yield one segment of every depth.
+    A segment consists of up to `max_depth` blocks of n_transit transitions, which the network compresses, and a context
+    of 1 to n_transit transitions, whose actions it predicts. The number of blocks is the segment's depth. In training,
+    each segment is drawn at random, depending only on (seed, epoch, sample index); the contexts of an epoch together
+    are about as long as the histories. In evaluations, the first histories of each task yield one segment of every
+    depth. from_start: fraction of segments that begin at the start of their history, like the past of an agent that
+    acts. shift: the room of each segment is moved by 0 to `shift` rows and columns, so that the network cannot memorize
+    goals.
     """
 
     def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
@@ -431,7 +475,11 @@ class SegmentDataset(Dataset):
         return len(self.tasks) * self.streams * self.segments_per_history
 
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """end: step after the last transition of the context."""
+        """Choose the segment of each sample index; return (history, depth, end, shift), arrays with one entry for each.
+
+        history: number of the history, counted over the dataset's tasks. depth: number of blocks to compress. end: step
+        of the history after the last transition of the context. shift (n, 2): rows and columns to move the room by.
+        """
         if self.train:
             history = samples // self.segments_per_history
             draws = [hashed(self.seed, epoch, samples, draw) for draw in range(5)]
@@ -449,14 +497,18 @@ class SegmentDataset(Dataset):
         return history, depth, end, shift
 
     def __getitems__(self, samples: list[int]) -> dict:
-        """Return a batch for InContextNet.forward with the targets `action` (B, n_transit), -100 on padding, and the
-        sample numbers `index` (B,)."""
+        """Return the batch of the samples with these indices, sorted by descending depth.
+
+        The batch contains the entries that InContextNet.forward() describes, `action` (B, n_transit), the actions to
+        predict (-100 on padding), and `index` (B,), the sample indices.
+        """
         index = np.asarray(samples)
         history, depth, end, shift = self.draw(index, getattr(samples[0], "epoch", 0))
         order = np.argsort(-depth, kind="stable")
         index, history, depth, end, shift = (part[order] for part in (index, history, depth, end, shift))
         length = np.minimum(self.n_transit, end - depth * self.n_transit)
-        # columns: blocks 0, 1, ... of the segment, then the context, which follows block depth - 1
+        # block numbers in each segment (B, max_depth + 1): the blocks to compress have the numbers 0, 1, ...; the
+        # context, in the last column, has the number `depth`, because it follows block depth - 1
         block = np.tile(np.arange(self.max_depth + 1), (len(end), 1))
         is_used = block < depth[:, None]
         compressed = is_used.sum(0)[:-1].tolist()

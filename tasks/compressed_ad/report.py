@@ -1,4 +1,4 @@
-"""CompressedAD's results: raw and normalized returns with confidence intervals, baselines, table and figure."""
+"""Reports the test of CompressedAD: returns with confidence intervals, baseline agents, a table and a figure."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, first_line
 from utils.stats import interval_of_mean, shown
 
-# episodes shown in the table
+# numbers of the episodes whose returns the table shows
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
 BASELINE_AGENTS = 5
 
@@ -23,12 +23,19 @@ def last_tenth(values: np.ndarray) -> np.ndarray:
 
 
 def interval_by_task(values: np.ndarray) -> tuple[float, float]:
-    """95 % confidence interval of the mean of values (tasks, agents), with tasks as independent units."""
+    """Return the 95 % confidence interval of the mean of `values` (tasks, agents).
+
+    The interval treats tasks as independent and the agents of one task as dependent.
+    """
     return interval_of_mean(values.ravel(), np.repeat(np.arange(len(values)), values.shape[1]), bounded=False)
 
 
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
-    """Summarize returns (tasks, agents, episodes)."""
+    """Return {metric: value}: mean returns in the first and the last episodes, and of random and optimal actions.
+
+    returns (tasks, agents, episodes): the sum of rewards in each episode. tasks: number of the task in each entry of
+    the first axis of `returns`. The metric normalized_last is 0 for random and 1 for optimal actions.
+    """
     last = last_tenth(returns)
     low, high = interval_by_task(last)
     random, optimum = (float(env.value(choose)[tasks].mean()) for choose in (np.mean, np.max))
@@ -44,21 +51,22 @@ def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str,
 
 
 class TabularQ:
-    """Q-learning from scratch in each task, with optimistic initial values so that every action is tried.
+    """Agents that learn their task from scratch by Q-learning; high initial Q-values make them try every action.
 
-    It also observes the hidden phase of a task (before the key, with it), which rewards reveal.
+    Unlike the trained network, these agents observe whether they have the key in Key-to-Door, which the network has to
+    infer from the rewards.
     """
 
     optimism = 0.2
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         self.env, self.rng, self.agent = env, rng, np.arange(len(task))
-        # initial value: `optimism` times the discounted return of the highest reward at every step
+        # initial Q-value: `optimism` times the discounted return of an agent that gets the highest reward in every step
         self.initial_value = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
         self.q = np.full((len(task), *env.next.shape[1:3]), self.initial_value)
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
-        """Return the best action, breaking ties at random."""
+        """Return the action with the highest Q-value for each agent, breaking ties at random."""
         q = self.q[self.agent, state]
         return ((q >= q.max(1, keepdims=True) - 1e-9) * (1 + self.rng.random(q.shape))).argmax(1)
 
@@ -69,9 +77,10 @@ class TabularQ:
 
 
 class RMax(TabularQ):
-    """R-max (Brafman & Tennenholtz 2002) for deterministic environments: an action is known after one try.
+    """R-max agents (Brafman & Tennenholtz 2002) for deterministic environments.
 
-    Unknown actions have the highest possible value; each new transition triggers planning by value iteration.
+    An agent knows the outcome of an action in a state after it has tried the action there once. Untried actions have
+    the highest possible Q-value. After each new transition, the agent computes its Q-values anew by value iteration.
     """
 
     optimism = 1.0
@@ -94,13 +103,16 @@ class RMax(TabularQ):
 
 
 class Posterior:
-    """Agents that know all tasks of the environment and act optimally for the most likely task given their past."""
+    """Agents that know all tasks of the environment, but not which one they are in.
+
+    They act optimally for the task that is most likely given the transitions they have observed.
+    """
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         certain = env.cumulative is None
         probability = np.ones(env.next.shape) if certain else np.diff(env.cumulative, axis=-1, prepend=0)
         self.tables, self.best = (env.next, env.reward, probability), env.best_actions().argmax(-1)
-        # log-likelihoods (agents, tasks), with noise to break ties
+        # log-likelihood of each task given each agent's transitions (agents, tasks), with noise to break ties
         self.score = 1e-3 * rng.random((len(task), env.tasks))
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
@@ -128,12 +140,16 @@ def run_baselines(histories: Histories, tasks: list[int], episodes: int, seed: i
 
 
 def name_tasks(env: Env, tasks: list[int]) -> str:
-    """Return the summary.json entry for the tasks that a run was tested on."""
+    """Return the text by which summary.json records the environment and the tasks that a run was tested on."""
     return f"{env.name}: {' '.join(map(str, tasks))}"
 
 
 def read_baseline_run(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]:
-    """Return {name: mean return per episode} from another run's test. Raises InputError."""
+    """Read the test results of another run, for the flag --rival_run.
+
+    Returns {name of the agent in the table: mean return per episode (episodes,)}. Raises InputError if the folder is
+    not that of a finished run, or the run was tested on other tasks.
+    """
     path = Path(folder)
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
@@ -159,10 +175,11 @@ def report_test(
     baseline_run: dict,
     args: Namespace,
 ) -> tuple:
-    """Rank 0: print the table, write the return curves to `csv`, and return ({metric: value}, figure).
+    """Rank 0: run the baseline agents, print the table, write the return curves to `csv`; return (results, figure).
 
-    metrics, returns: results of the test. path (episodes, horizon + 1): states of the first agent on the first task.
-    baseline_run: return curve of --rival_run, or {}. Raises RunError if the disk is full.
+    metrics: {metric: value} of the test. returns (tasks, agents, episodes): the sum of rewards in each episode. path
+    (episodes, horizon + 1): states of the first agent on the first task. baseline_run: result of read_baseline_run(),
+    or {}. results: {key: value} for summary.json. Raises RunError if `csv` cannot be written.
     """
     histories, tasks = unseen.histories, unseen.tasks.tolist()
     env, own = histories.env, f"{args.model}/{args.objective}"
@@ -196,10 +213,11 @@ def report_test(
 
 
 def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
-    """Plot return against episode for each curve; bands (episodes, 2): confidence interval of the first curve.
+    """Plot return against episode for each agent in `curves`; return the figure.
 
-    For rooms, a second row shows the path of an agent on the first task in some episodes (rows of `path`), with a
-    circle at the start and stars at the rewards.
+    bands (episodes, 2): confidence interval of the first curve. If the environment is a room, further plots show the
+    path of one agent on the first task in some of its episodes, with a circle at the start and stars on the rewarded
+    cells. path (episodes, horizon + 1): states of this agent.
     """
     from matplotlib.figure import Figure
 

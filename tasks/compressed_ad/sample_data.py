@@ -1,10 +1,14 @@
-"""Write learning histories for train.py: the transitions of agents in each task, in the published file layout.
+"""Write learning histories, recorded transitions of agents in each task, as an HDF5 file on which train.py can train.
 
-The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5. --source selects the agent:
-  tabular   TD(0) on state values with a bonus for rare states and decaying random exploration; one learner per stream
-  ppo       PPO of stable-baselines3, as published: all streams of a task train one model (requirements-dev.txt; hours)
-  epsilon   an expert who knows the task; the share of random actions falls from 1 to 0 (Zisman et al. 2023)
-  search    a searcher who knows the map but not the task; each stream has a fixed error rate from 0 to 0.3
+The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5, in the layout of the published CompressedAD
+repository (guide 4). --source selects the agent that is recorded:
+  tabular   TD(0) on state values, with a bonus for rarely visited states and decaying random exploration; a separate
+            learner for each history
+  ppo       PPO of stable-baselines3, as in the published repository; all histories of a task come from the training of
+            one model (takes hours and needs the packages in requirements-dev.txt)
+  epsilon   an expert who knows the task; the fraction of random actions falls from 1 to 0 (Zisman et al. 2023)
+  search    a searcher who knows the map but not the goal; each history has a constant fraction of random actions,
+            between 0 and 0.3
 """
 
 import argparse
@@ -19,10 +23,10 @@ from tasks.compressed_ad.data import Env, Search, learning_curve, make_env, play
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, whole
 
-# tabular learner: learning rate, discount, bonus of an unvisited state (falls with the square root of visits), share of
-# random actions at the first and last step
+# tabular learner: learning rate, discount factor, bonus for an unvisited state (divided by the square root of 1 + the
+# number of visits), fraction of random actions at the first and at the last step
 RATE, TD_DISCOUNT, BONUS, FIRST_EPSILON, LAST_EPSILON = 0.5, 0.9, 0.5, 0.1, 0.02
-# highest error rate of a searcher
+# highest fraction of random actions of a search agent
 SEARCH_ERRORS = 0.3
 
 
@@ -37,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int, seed: int) -> None:
-    """Write the histories and print the learning curve. Raises InputError if the file exists."""
+    """Write a file of learning histories into out/datasets; print mean returns of the agents in episodes 1, 2, 5, ...
+
+    env: name of the environment, see make_env(). source: agent that is recorded, a key of SOURCES. streams: histories
+    per task. steps: steps per history. Raises InputError if the file already exists.
+    """
     world = make_env(env)
     label = {"tabular": "TD", "ppo": "PPO"}.get(source, source)
     path = out / "datasets" / f"history_{env.replace(':', '_')}_{label}_alg-seed{seed}.hdf5"
@@ -59,14 +67,17 @@ def with_errors(action: np.ndarray, error_rate, actions: int, rng: np.random.Gen
 
 
 def tabular(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """Run tabular TD(0) learners, which know the map but learn rewards only by receiving them."""
+    """Run tabular TD(0) learners, which know where each action leads but discover rewards only by receiving them.
+
+    task (agents,): each learner's task number. Returns the result of play().
+    """
     rng, agent, episode = np.random.default_rng(seed), np.arange(len(task)), []
     values, visits = np.zeros((2, len(task), env.next.shape[1]), np.float32)
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
         reached = agent[:, None], env.next[task, state, :, 0]
         score = values[reached] + BONUS / np.sqrt(1 + visits[reached])
-        # noise to break ties
+        # add noise, so that ties are broken at random
         score = score + 0.01 * rng.random((len(task), env.actions), np.float32)
         epsilon = FIRST_EPSILON + (LAST_EPSILON - FIRST_EPSILON) * t / steps
         return with_errors(score.argmax(1), epsilon, env.actions, rng)
@@ -104,7 +115,11 @@ def search(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray
 
 
 def ppo(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """Train one PPO model per task, as published, on all cores. Raises InputError without stable-baselines3."""
+    """Train one PPO model per task, as in the published CompressedAD repository (guide 4), using all CPU cores.
+
+    Returns [states, actions, next states, rewards], each (steps, tasks, streams). Raises InputError if
+    stable-baselines3 is not installed.
+    """
     try:
         import stable_baselines3  # noqa: F401
     except ImportError:
@@ -118,7 +133,10 @@ def ppo(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
 
 
 def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tuple[np.ndarray, ...]:
-    """Train PPO on one task; return its (states, actions, next states, rewards), each (steps, streams)."""
+    """Train a PPO model on one task with `streams` parallel environments; return the transitions of this training.
+
+    Returns (states, actions, next states, rewards), each (steps, streams).
+    """
     import gymnasium
     import torch
     from stable_baselines3 import PPO
@@ -151,7 +169,7 @@ def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tup
     options = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4, "seed": seed + task}
     vectorized = DummyVecEnv([lambda stream=stream: stream for stream in recorded])
     PPO("MlpPolicy", vectorized, device="cpu", **options).learn(steps * streams)
-    # PPO runs complete rollouts of 80 steps, so it may exceed `steps`
+    # PPO collects rollouts of 80 steps, so the log of an environment may be longer than `steps`
     logs = zip(*(zip(*stream.log[:steps], strict=True) for stream in recorded), strict=True)
     return tuple(np.stack(part, 1) for part in logs)
 
@@ -160,8 +178,11 @@ SOURCES = {"tabular": tabular, "ppo": ppo, "epsilon": epsilon, "search": search}
 
 
 def write_histories(path: Path, env: Env, states, actions, next_states, rewards) -> None:
-    """Write arrays (steps, tasks, streams) in the published layout, one group per task. Raises RunError if the disk is
-    full."""
+    """Write learning histories as an HDF5 file, in the layout that the docstring of tasks/compressed_ad/data.py shows.
+
+    states, actions, next_states, rewards: arrays (steps, tasks, streams). Raises RunError if the file cannot be
+    written.
+    """
     import h5py
 
     coordinates = env.coordinates.astype(np.int8 if env.coordinates.max() < 128 else np.int16)
@@ -169,7 +190,7 @@ def write_histories(path: Path, env: Env, states, actions, next_states, rewards)
     parts = {"states": coordinates[states % env.cells], "next_states": coordinates[next_states % env.cells]}
     parts |= {"actions": actions.astype(np.int8), "rewards": rewards.astype(np.float32)}
     parts["dones"] = np.broadcast_to(is_last[:, None, None], rewards.shape)
-    # built in memory, because the HDF5 library crashes on a full disk
+    # build the file in memory, because the HDF5 library crashes when the disk is full
     memory = io.BytesIO()
     with h5py.File(memory, "w") as file:
         file.attrs["env"] = env.name

@@ -1,4 +1,7 @@
-"""Read annotation CSVs, find and check their images and masks, and compute the position of a mask. No torch."""
+"""Read annotation CSVs, find and check the images and masks that they list, and compute a mask's position in its image.
+
+This module does not import torch.
+"""
 
 import contextlib
 import hashlib
@@ -21,16 +24,16 @@ from utils.images import IMAGE_ENDINGS, open_upright
 from utils.tables import SPLITS, find_column, in_two_splits, patient_in, read_table
 
 NEEDED = ("image_path", "split", "question", "answer")
-# the results of position_of; decoded masks store the index
+# the values that position_of() returns; PositionData.decode_mask() stores an index into this tuple
 POSITIONS = (None, "top left", "top right", "bottom left", "bottom right", "center")
 PLACE = r"\b(?:(top|upper|bottom|lower)[\s-]+(left|right)|center|centre|middle)\b"
 
 
 class Row(NamedTuple):
-    """One question about one image.
+    """One row of an annotation CSV: a question about an image, the answer, and the paths of the image and its mask.
 
-    source: `file:row`. digest: hash of the image's pixels, from check_data. names: the structure's name and synonyms;
-    () if unknown.
+    source: `file:row` in the CSV. digest: hash of the image's pixels, set by check_data(). names: name and synonyms of
+    the structure that the question is about; () if unknown.
     """
 
     modality: str
@@ -46,11 +49,11 @@ class Row(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The image's digest, which copies under other names share; its path if there is no digest."""
+        """Key of the image: the digest, which copies under other names share. If it is unknown, the file's path."""
         return self.digest or self.image
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- reading the CSVs -------------------------------------------------------------------------------------------------
 
 
 def read_rows(
@@ -60,10 +63,12 @@ def read_rows(
     patient_pattern: str | None = None,
     skip_bad_rows: bool = False,
 ) -> list[Row]:
-    """Read the rows of root/annotations/*.csv (or annotations/qa/*.csv).
+    """Read the rows of root/annotations/*.csv or, if there are none, of root/annotations/qa/*.csv.
 
-    The patient is what `patient_pattern` matches in the image's file name, else the value of `patient_column`, else of
-    a column `patient`. Raises one InputError for all bad rows, or drops them.
+    names: CSV files to read, without .csv; default: all. patient_column: the CSV column with the patient; default:
+    "patient", if it exists. patient_pattern: a regular expression that finds the patient in the image's file name
+    instead. skip_bad_rows: drop unusable rows; otherwise, a single InputError reports all of them. Also raises
+    InputError for a missing CSV or column.
     """
     folder = root / "annotations"
     files = {file.stem: file for file in sorted(folder.glob("*.csv")) or sorted(folder.glob("qa/*.csv"))}
@@ -104,11 +109,13 @@ def read_rows(
 
 
 def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[str, str]]) -> tuple[str, str]:
-    """Find the (image, mask) files of a CSV's image_path, which is the MASK's path and may contain backslashes.
+    """Return the paths (image, mask) of the files that a CSV row refers to.
 
-    The two file endings may differ, ISIC's masks are named <name>_Segmentation, and image_name finds an image that
-    several masks share. Folders may be one level deeper, as in the newer release of the data. listings: cache of folder
-    contents. Raises ValueError if a file is missing.
+    path: the row's image_path, which is the MASK's path and may contain backslashes. image_name: the image's file name,
+    needed if several masks share the image. The file endings of image and mask may differ, and a mask may be named
+    <image's name>_Segmentation, as in the ISIC data set. The modality's folder may be one level deeper than in `path`,
+    as in the newer release of the PRS-Med data. listings: a cache of folder contents, filled here. Raises ValueError if
+    a file is missing.
     """
     parts = PurePosixPath(path.replace("\\", "/")).parts
     if ".." in parts or len(parts) < 2 or not re.search("_(masks|images)$", parts[-2]):
@@ -139,7 +146,10 @@ def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[
 
 
 def foreground(image: Image.Image) -> np.ndarray:
-    """Threshold an 8-bit mask to bool (H, W): above 127 if it has such values (JPEG blurs edges), otherwise above 0."""
+    """Convert an 8-bit mask to bool (H, W).
+
+    The threshold is 127 for a mask with values above 127, because JPEG compression blurs edges, and otherwise 0.
+    """
     values = np.asarray(image)
     values = values if values.ndim == 2 else values.max(axis=2)
     return values > (127 if values.max() > 127 else 0)
@@ -150,11 +160,14 @@ def open_mask(path: str | Path) -> np.ndarray:
 
 
 def is_label_map(values: np.ndarray) -> bool:
-    """Whether a mask (H, W) has areas of several values above 0, apart from soft or JPEG-compressed edges."""
+    """Return whether a mask (H, W) has several areas with different values above 0.
+
+    Intermediate values at soft edges, or at edges blurred by JPEG compression, are ignored.
+    """
     levels = np.unique(values)
     if len(levels) <= 2 and levels[0] == 0:
         return False
-    # more than 16 values suggest JPEG, so tolerate noise in flat areas and the background
+    # more than 16 values suggest JPEG compression, so allow for compression noise in uniform areas and the background
     least, noise = (levels[-1] / 8, levels[-1] / 64) if len(levels) > 16 else (0, 0)
     areas = values[(maximum_filter(values, 3) - minimum_filter(values, 3) <= noise) & (values > least)]
     return len(areas) > 0 and bool(areas.max() > areas.min() + least)
@@ -165,9 +178,10 @@ def is_misfit(image: tuple[int, int], mask: tuple[int, int]) -> bool:
 
 
 def position_of(mask: np.ndarray) -> str | None:
-    """Position of the foreground in a bool mask (H, W); None without foreground.
+    """Return the position of the foreground in a bool mask (H, W), such as "top left"; None for an empty mask.
 
-    "center" if the bounding box contains the centre of the image, otherwise the quadrant of the box's centre.
+    The position is "center" if the foreground's bounding box contains the centre of the image, and otherwise the
+    quadrant that contains the centre of the bounding box.
     """
     ys, xs = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     if not len(ys):
@@ -180,7 +194,7 @@ def position_of(mask: np.ndarray) -> str | None:
 
 
 def position_in(sentence: str) -> str | None:
-    """The last position named in a sentence: "the right kidney is in the bottom left" gives "bottom left"."""
+    """Return the last position named in a sentence: "bottom left" for "the right kidney is in the bottom left"."""
     named = re.findall(PLACE, sentence.lower())
     if not named:
         return None
@@ -189,12 +203,12 @@ def position_in(sentence: str) -> str | None:
 
 
 def is_right(found: str | None, true: str | None) -> float | None:
-    """1 if the position found is the true one, else 0; None without a true position."""
+    """Return 1.0 if the positions `found` and `true` are equal, else 0.0; None if the true position is None."""
     return true and float(found == true)
 
 
 def name_position(sentence: str, before: str | None, after: str | None) -> str:
-    """Replace the last position named in a sentence with `after`, if it is `before`."""
+    """Replace the last position named in a sentence with `after`, provided that this position is `before`."""
     named = [*re.finditer(PLACE, sentence, re.IGNORECASE)]
     if not named or not after or before == after or position_in(sentence) != before:
         return sentence
@@ -202,13 +216,15 @@ def name_position(sentence: str, before: str | None, after: str | None) -> str:
     return sentence[:start] + after + sentence[end:]
 
 
-# --- the data check ---------------------------------------------------------------------------------------------------
+# --- data check -------------------------------------------------------------------------------------------------------
 
 
 class FileCheck(NamedTuple):
-    """Results of the data check for one file.
+    """Result of check_data() for one image file or mask file.
 
-    digest: hash of an image's pixels or a mask's foreground. pixels: number of foreground pixels; 0 for an image.
+    bytes, mtime_ns: the file's size and modification time, which tell whether the file has changed since the check.
+    digest: hash of the image's pixels or of the mask's foreground. pixels: number of the mask's foreground pixels; 0
+    for an image.
     """
 
     bytes: int
@@ -221,10 +237,11 @@ class FileCheck(NamedTuple):
 
 
 def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[list[Row], list[str]]:
-    """Decode each image and mask once; return the rows with digests, and one line per kind of warning.
+    """Decode each image and mask once; return the rows with their digests, and one line of text per kind of warning.
 
-    cache: JSON file of {"image|mask <path>": FileCheck}; files that have not changed are not decoded again. Raises one
-    InputError for all unreadable files.
+    image_size: side of the model's input in pixels, for the warning about masks that become too small at that size;
+    None: the size of the mask file. cache: JSON file with the FileCheck of each file, updated here; files that have not
+    changed since their last check are not decoded again. A single InputError reports all unreadable files.
     """
     try:
         known = {key: FileCheck(*values) for key, values in json.loads(cache.read_text()).items()}
@@ -243,7 +260,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
             digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
             if kind == "image":
                 return FileCheck(*stamp, *image.size, digest, 0, False)
-            # converted to grey, a label map's colours remain different values
+            # in grey, the colours of a label map still differ, so that is_label_map() can tell them apart
             label_map = is_label_map(np.asarray(image.convert("L")))
             return FileCheck(*stamp, *image.size, digest, int(content.sum()), label_map)
         except Exception as error:
@@ -260,7 +277,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
     problems = [result for result in checks.values() if isinstance(result, str)]
     known |= {key: result for key, result in checks.items() if isinstance(result, FileCheck)}
     partial = cache.with_name(f"{cache.name}.{os.getpid()}")
-    # in a read-only folder every start repeats the check
+    # if the data folder is read-only, no cache is written and the next run checks all files again
     with contextlib.suppress(OSError):
         partial.write_text(json.dumps(known))
         os.replace(partial, cache)
@@ -280,7 +297,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
         side = max(mask.width, mask.height)
         if mask.pixels * ((image_size or side) / side) ** 2 < 25:
             found["the mask has fewer than 25 pixels at the model's size; raise --image_size"] += [row.source]
-        # names that contain each other mean the same structure
+        # if one name contains all words of another ("left kidney", "kidney"), assume that both mean the same structure
         named = set(" ".join(row.names[:1]).casefold().split())
         first = structures.setdefault((image.digest, mask.digest), named)
         if not (first <= named or named <= first):

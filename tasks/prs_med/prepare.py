@@ -1,4 +1,4 @@
-"""Convert images with masks or label maps, or volumes, to the folders and the CSV that train_prs_med.py reads."""
+"""Convert images or volumes with masks or label maps to the folders and the CSV that train_prs_med.py reads."""
 
 import csv
 import json
@@ -24,7 +24,8 @@ from utils.volumes import read_volume
 
 VOLUME = r"(?i)[.]nii([.]gz)?$"
 ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_ENDINGS)))
-# separators in file names, and words that follow the name shared by an image and its mask (nnU-Net: _0000 for images)
+# GAP: separators in file names. MASK_WORDS, IMAGE_WORDS: words that may follow the part of the file name that a mask
+# and its image have in common; nnU-Net appends _0000 to image names
 GAP = "[ _.+-]+"
 MASK_WORDS = "mask|masks|seg|segmentation|label|labels|gt"
 IMAGE_WORDS = "image|img|0000"
@@ -35,7 +36,11 @@ LABEL_MAP = 'a label map; name its values, as --labels "1=liver,2=spleen"'
 
 
 class Pair(NamedTuple):
-    """An image file and its mask file. stem: the image's path in its folder, without ending."""
+    """An image file, the mask file that belongs to it, and the patient and split of both.
+
+    structure: name of the structure in the mask; "" if unknown, or for a label map. stem: the image's path relative to
+    the image folder, without file ending.
+    """
 
     image: Path
     mask: Path
@@ -46,7 +51,7 @@ class Pair(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A row of the CSV; the fields are its columns."""
+    """One row of the annotation CSV; the field names are the column names."""
 
     image_path: str
     image_name: str
@@ -60,12 +65,16 @@ class Record(NamedTuple):
 
 
 def parse_labels(text: str) -> dict[int, str]:
-    """argparse type: "1=liver,2=left kidney,3=-" ("-" skips a value), or a dataset.json of the Decathlon or nnU-Net."""
+    """Parse --labels for argparse; return {label value: structure name}, without the background value 0.
+
+    text: "1=liver,2=left kidney,3=-", where "-" skips a value, or the path of a dataset.json file of the Medical
+    Segmentation Decathlon or nnU-Net. Raises ArgumentTypeError.
+    """
     try:
         listed = [re.split(r"\s*=\s*", part.strip()) for part in text.split(",")]
         if text.endswith(".json"):
             listed = json.loads(Path(text).read_text(encoding="utf-8"))["labels"].items()
-        # nnU-Net puts the name before the value
+        # dataset.json maps values to names in the Decathlon and names to values in nnU-Net
         ordered = [sorted(map(str, pair), key=str.isdigit) for pair in listed]
         return {int(value): name for name, value in ordered if int(value)}
     except (OSError, ValueError, KeyError, AttributeError):
@@ -98,7 +107,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Map the path of each image below `folder`, in lower case and without ending, to its file. Raises InputError."""
+    """Return {path relative to `folder`, in lower case and without file ending: file} for all images below `folder`.
+
+    Raises InputError if two files have the same key, or if there are no images.
+    """
     files: dict[str, Path] = {}
     for path in sorted(folder.rglob("[!.]*")):
         if path.is_file() and (re.search(ENDING, path.name) or is_dicom(path)):
@@ -111,13 +123,16 @@ def list_files(folder: Path) -> dict[str, Path]:
 
 
 def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[str]) -> tuple[Path | None, str]:
-    """Find a mask's image and structure by name, after removing structures and MASK_WORDS from the end if necessary.
+    """Return the image (None if there is none) and the structure that belong to a mask, both found by file name.
 
-    A mask never pairs with itself. The structure is "" if there are several and the mask's name ends with none.
+    key: the mask's key in list_files(). images: {key: file}. Structure names and MASK_WORDS are removed from the end of
+    the mask's key until an image has the same key; the mask file itself does not count. The structure is the one with
+    whose name the mask's key ends. If there is none, it is the only element of `structures`, or "" unless there is
+    exactly one element.
     """
     words = {name: GAP.join(map(re.escape, name.partition("|")[0].lower().split())) for name in structures}
     named = [name for name, word in words.items() if re.search(f"{GAP}{word}({GAP}({MASK_WORDS}))*$", key)]
-    # prefer the longest match: "left kidney" also ends with "kidney"
+    # the longest match wins: a file name that ends with "left kidney" also ends with "kidney"
     structure = max(named, key=len) if named else structures[0] if len(structures) == 1 else ""
     while images.get(key, mask) == mask:
         key, longer = re.sub(f"{GAP}({'|'.join([MASK_WORDS, *words.values()])})$", "", key), key
@@ -127,7 +142,11 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
 
 
 def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
-    """Read --table as {file name in lower case without ending: (patient, split)}. Raises InputError."""
+    """Read the --table file; return {image file name in lower case without ending: (patient, split)}.
+
+    Without a column "split", a hash of --seed and the patient chooses the split. Raises InputError for an incomplete
+    row, or for a patient in two splits.
+    """
     table = read_table(args.table)
     file, patient = find_column(table, "file", "image", "image_name"), find_column(table, args.patient_column)
     found = []
@@ -145,7 +164,11 @@ def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
 
 
 def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) -> dict[str, np.ndarray]:
-    """Split the values of a mask or label map into {structure: bool (H, W)}. Raises ValueError if one has no name."""
+    """Split a label map (H, W), or convert a mask (H, W), to {structure name: bool mask (H, W)}.
+
+    labels: {label value: structure name, or "-" to skip the value}; None for a mask of `structure`. Raises ValueError
+    if a structure's name is unknown.
+    """
     if labels:
         unnamed = set(np.unique(values).tolist()) - {0, *labels}
         if unnamed:
@@ -159,16 +182,18 @@ def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) 
 
 
 def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list[tuple]:
-    """Read an image, or the slices of a volume that have foreground, as [(file name suffix, image, {structure: mask})].
+    """Return [(file name suffix, image, {structure: bool mask})] for an image, or for slices of a volume.
 
-    A volume is sliced across its thickest voxels, or else axially, every --slice_spacing mm. Slices show the patient's
-    right on the left and the front (or the head) at the top. Raises InputError with the file's name.
+    Slices without foreground are left out; of the others, one is used every --slice_spacing mm. Slices are orthogonal
+    to the axis with the largest voxel spacing, or axial if all spacings are about equal. Axial slices show the front of
+    the body at the top, all other slices the head. The patient's right is on the left (in sagittal slices, the front).
+    Raises InputError with the name of the unusable file.
     """
     path = image
     try:
         if image.is_file() and not re.search(VOLUME, image.name):
             pixels, path = open_upright(image, args.window), mask
-            # read label maps as stored, and masks as training opens them
+            # read a label map's values unchanged, but open a mask as training does: rotated by its EXIF tag, in 8 bits
             values = np.asarray(Image.open(mask) if args.labels else open_upright(mask).convert("L"))
             if values.ndim > 2:
                 raise ValueError("labels in colours; write them as numbers in one channel")
@@ -202,16 +227,17 @@ def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str,
     return tuple(fill(draw.choice(texts), structure, position=position) for texts in (QUESTIONS, ANSWERS))
 
 
-# --- the data set -----------------------------------------------------------------------------------------------------
+# --- writing the data set ---------------------------------------------------------------------------------------------
 
 
 def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple[list[Pair], dict[Path, str]]:
-    """Pair images and masks; return the pairs and {unused file: reason}.
+    """Pair each mask with its image; return the pairs, and {unused file: reason}.
 
-    All files count as unused until write_set() uses them.
+    images, masks: {key: file} from list_files(). known: {file name: (patient, split)} from read_patients(); {} without
+    --table. Initially, all files count as unused; write_set() deletes the entries of converted files.
     """
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
-    # for a mask that is a volume, a folder of DICOM slices is one image
+    # the image of a NIfTI mask may be a whole folder of DICOM slices
     folders = {path.parent.relative_to(args.images).as_posix().lower(): path.parent for path in images.values()}
     unused = dict.fromkeys(masks.values(), "no image of this name")
     unused |= dict.fromkeys(images.values(), "no mask of this name")
@@ -235,9 +261,10 @@ def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple
 
 
 def write_set(pairs: list[Pair], unused: dict, folder: Path, name: str, args: Namespace) -> list[Record]:
-    """Write the images and masks of pair_files() to `folder`; return the rows of the CSV.
+    """Write the images and masks of the pairs to `folder`; return the rows of the annotation CSV.
 
-    Removes the files it uses from `unused`. Raises one InputError for all unusable files.
+    unused: {unused file: reason} from pair_files(); the entries of converted files are deleted. name: the data set's
+    name, with which the image paths in the CSV begin. A single InputError reports all unusable files.
     """
     for split in ("train", "val", "test"):
         (folder / f"{split}_images").mkdir(parents=True)
@@ -255,7 +282,7 @@ def write_set(pairs: list[Pair], unused: dict, folder: Path, name: str, args: Na
 
         for addition, pixels, of_view in views:
             file = re.sub(UNSAFE, "_", stem) + addition
-            # different images may end up with the same name
+            # different images may get the same file name, because "_" replaces unsafe characters
             while image_of.setdefault(file.lower(), image) != image:
                 file += "_"
             for names, inside in sorted(of_view.items()):
@@ -298,7 +325,11 @@ def print_summary(rows: list[Record], unused: dict, known: dict, args: Namespace
 
 
 def prepare(args: Namespace) -> None:
-    """Write OUT/annotations/NAME.csv and OUT/NAME, which appear only when complete. Raises InputError or RunError."""
+    """Write the annotations to OUT/annotations/NAME.csv, and the images and masks to the folder OUT/NAME.
+
+    The CSV and the folder get these names only when both are complete. Raises InputError for unusable input, and
+    RunError if OUT cannot be written.
+    """
     name = args.name or re.sub(UNSAFE, "_", args.images.resolve().name)
     folder, table, partial = args.out / name, args.out / f"annotations/{name}.csv", args.out / f".{name}.partial"
     if not args.overwrite and (folder.exists() or table.exists()):

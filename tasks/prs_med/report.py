@@ -1,4 +1,4 @@
-"""The test table of guide 0 with baseline models and ablations, figures, and the files that --predict writes."""
+"""PRS-Med results: test table with ablations and baseline models, figure of examples, and the output of --predict."""
 
 import textwrap
 import warnings
@@ -16,17 +16,20 @@ from tasks.prs_med.wordings import named_in
 from utils import stats
 
 EXAMPLES, MOST_ABLATED = 6, 300
-# scores to average over rows, all in 0..1 but hd95, and the table's column titles
+# MEANS: scores to average over rows, in 0..1 except hd95, which is in pixels. COLUMNS: titles in the printed table
 MEANS = ("dice", "iou", "position_accuracy", "position_accuracy_mask", "hd95")
 COLUMNS = {"dice": "Dice", "position_accuracy": "position", "position_accuracy_mask": "mask pos.", "hd95": "HD95"}
 
 
 def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
-    """95 % Hausdorff distances in pixels of masks (B, H, W): 0 if both are empty, the diagonal if only one is."""
+    """Return the 95th-percentile Hausdorff distance in pixels for each pair of bool masks (B, H, W).
+
+    The distance is 0 if both masks of a pair are empty, and the image diagonal if only one of them is.
+    """
     from monai.metrics import compute_hausdorff_distance
 
     with warnings.catch_warnings():
-        # MONAI warns about empty masks, and calls a function that it has deprecated itself
+        # ignore MONAI's warnings about empty masks, and about a deprecated function that MONAI itself calls
         warnings.simplefilter("ignore")
         distances = compute_hausdorff_distance(predicted[:, None], target[:, None], True, percentile=95)[:, 0]
     limits = float(np.hypot(*target.shape[1:])) * (predicted | target).any((1, 2))
@@ -38,12 +41,19 @@ def evenly_spaced(items, most: int) -> list:
 
 
 def case_of(row: Row) -> str:
-    """The case of a row, the unit of the intervals: its patient if known, otherwise its image."""
+    """Return the case that a row belongs to: the patient if known, otherwise the image.
+
+    Confidence intervals treat the rows of one case as dependent.
+    """
     return row.patient or row.identity
 
 
 def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, int, Row]]:
-    """Ask `some` rows about a blank image and about the image of another case; return (name, index, changed row)."""
+    """Make two changed copies of each selected row: one with a blank image, one with the image of another case.
+
+    some: indices of the selected rows. Returns [(name of the ablation, row index, changed row)]. If all selected rows
+    belong to one case, only the copies with a blank image are made.
+    """
     asked = [rows[index] for index in some]
     changed = []
     for index, row in zip(some, asked, strict=True):
@@ -56,7 +66,11 @@ def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, in
 
 
 def join_wordings(others: dict[str, list[dict]]) -> None:
-    """Replace the scores per wording with "in_other_words" (means by row) and "worst_wording" (lowest mean Dice)."""
+    """Combine the scores of reworded questions; modifies `others`, {name: scores, one dict per row}.
+
+    The entries "wording/..." are replaced by "in_other_words", each row's mean scores over all wordings, and by
+    "worst_wording", the scores for the wording with the lowest mean Dice.
+    """
     asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
     if asked:
         frame = pd.DataFrame([row for rows in asked.values() for row in rows])[["index", *MEANS]]
@@ -66,10 +80,12 @@ def join_wordings(others: dict[str, list[dict]]) -> None:
 
 
 def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], rows: list[Row]) -> dict[str, float]:
-    """Rank 0: print the table of the network and of `others` (ablations, baseline models); return all metrics by name.
+    """Rank 0 only: print the test table, one line for the network and one per item of `others`; return {metric: value}.
 
-    Entries are means over rows with 95 % intervals by case. The last column is the network's mean paired difference to
-    each of the others, in Dice, or in position for a model without masks.
+    scores: the network's scores, one dict per row. others: {name: scores} of ablations, rewordings and baseline models.
+    rows: the rows of the split. Table entries are means over rows; the 95 % confidence intervals treat the rows of one
+    case as dependent. The last column is the network's mean paired difference from each ablation, rewording or baseline
+    model: in Dice or, for baseline models without masks, in position accuracy.
     """
     metrics: dict[str, float] = {}
     absent = others.pop("absent", [])
@@ -77,9 +93,9 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     def add_metric(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
-        # the interval is NaN if there is only one case
+        # with only one case, the ends of the interval are NaN, which is unequal to itself, and are not recorded
         if low == low:
-            # only differences may be negative
+            # the interval of a score must not reach below 0; that of a difference between two scores may
             low = low if sign else max(low, 0.0)
             metrics.update({f"{key}_low": low, f"{key}_high": high})
         return stats.shown(mean, low, high, sign)
@@ -98,7 +114,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
             if values:
                 text = add_metric(f"{key}/{name}", values, name != "hd95")
                 if name in COLUMNS:
-                    # in the table only Dice has its interval; all are in summary.json
+                    # the printed table shows the interval of Dice only; summary.json contains those of all scores
                     line[COLUMNS[name]] = text if name == "dice" else text.partition(" ")[0]
         title = key.rpartition("/")[2]
         if key in parts:
@@ -114,7 +130,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     print(f"\n{split}: {asked} questions, {cases} cases (95 % intervals by case)")
     print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
     if absent:
-        # against an empty true mask, Dice is 1 for an empty prediction and 0 for any other
+        # the true masks are empty, so Dice is 1 for an empty predicted mask and 0 for any other
         empty = [row["dice"] == 1 for row in absent]
         named = [position_in(row["generated"]) is not None for row in absent]
         metrics |= {f"{split}/absent/empty_mask": float(np.mean(empty))}
@@ -124,7 +140,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     return metrics
 
 
-# --- figures and files ------------------------------------------------------------------------------------------------
+# --- example figure and prediction files ------------------------------------------------------------------------------
 
 
 def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, dict]):
@@ -140,13 +156,13 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
         row, score = rows[index], scores[index]
         says = f"answer: {score['generated'] or '(nothing)'}" if "generated" in score else "(no answer generated)"
         caption = [f"{row.modality}, Dice {score['dice']:.2f}", row.question, says, f"true: {row.answer}"]
-        # early in training, answers may contain characters that no font has
+        # early in training, generated answers may contain characters that cannot be drawn
         caption = ["".join(x if x.isprintable() and x != "\ufffd" else "?" for x in text) for text in caption]
         wrapped = [line for text in caption for line in textwrap.wrap(text, 52)[:3]]
         axis.set_title("\n".join(wrapped), fontsize=8, loc="left", parse_math=False)
         axis.imshow(example["image"].transpose(1, 2, 0))
         axis.imshow(np.where(example["predicted"][..., None], [1.0, 0.1, 0.1, 0.4], 0.0))
-        # empty and full masks have no outline
+        # a mask that is empty or covers the whole image has no outline
         if example["true"].any() and not example["true"].all():
             axis.contour(example["true"], [0.5], colors="lime", linewidths=1.5)
     return figure
@@ -155,9 +171,10 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
 def write_predictions(
     run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image], structures: list[list[str]]
 ) -> None:
-    """Rank 0: write predictions.csv, and a mask (0 and 255) and an overlay for each (image, question).
+    """Rank 0 only: write predictions.csv, and a mask (0 and 255) and an overlay per question, to a new subfolder.
 
-    structures: names and synonyms from training.
+    asked: (image file, question) pairs. records: for each of these pairs, the predicted mask, bool (H, W), and answer.
+    opened: {image file: image}. structures: [name, synonyms...] of each structure in the training data.
     """
     folder, number = run_folder / "predictions", 1
     while folder.exists():

@@ -1,6 +1,6 @@
 """Baseline models for the test table: grey threshold, mean mask, random forest on texture, most frequent position.
 
-Each is fitted to the training rows of the structure that a question is about.
+For each structure, these models are fitted to the training rows whose questions are about that structure.
 """
 
 import re
@@ -15,12 +15,16 @@ from tasks.prs_med.annotations import is_right, position_in, position_of
 from tasks.prs_med.report import evenly_spaced
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
-# fewer training rows are too few to fit a structure; more than MOST do not improve the fit
+# FEWEST: minimum number of training rows to fit the baselines to a structure. MOST: maximum number of training rows and
+# of test rows to use per structure, because more training rows do not improve the fit
 FEWEST, MOST = 8, 400
 
 
 class Example(NamedTuple):
-    """A row at a reduced size. gray: uint8 (S, S). mask: bool (S, S). position: as named in the answer."""
+    """Image, mask and position of one data row, with image and mask at a reduced size.
+
+    gray: uint8 (S, S), the image in grey. mask: bool (S, S). position: position named in the row's answer, or None.
+    """
 
     gray: np.ndarray
     mask: np.ndarray
@@ -28,9 +32,11 @@ class Example(NamedTuple):
 
 
 def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
-    """Fit each baseline to `train` and return this rank's part of its scores on `test` (both PositionData).
+    """Fit the baseline models to `train`; return {name of the baseline model: scores on `test`, one dict per row}.
 
-    A structure with fewer than FEWEST training rows uses all rows of its modality, or else all rows.
+    train, test: PositionData. The ranks share the structures, so each rank returns only part of the scores. For a
+    structure with fewer than FEWEST training rows, the models are fitted to all training rows of its modality or, if
+    these are also too few, to all training rows.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
@@ -69,7 +75,10 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
 
 
 def key_of(modality: str, answer: str) -> tuple[str, str]:
-    """Key of a structure: the modality, and the answer without its position ("the cyst is in the of the image")."""
+    """Return a key for the structure that an answer is about: the modality, and the answer without position words.
+
+    An example is ("lung_CT", "the cyst is in the of the image").
+    """
     words = re.findall(r"\w+", answer.casefold())
     return modality, " ".join(word for word in words if word not in PLACES)
 
@@ -80,11 +89,11 @@ def read_example(data, index: int, step: int) -> Example:
     return Example(gray, item["mask"].numpy()[::step, ::step], position_in(data.rows[index].answer))
 
 
-# --- the baselines ----------------------------------------------------------------------------------------------------
+# --- baseline models --------------------------------------------------------------------------------------------------
 
 
 def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
-    """Median number of connected parts in a mask (two for lungs), and whether masks touch the border."""
+    """Return the median number of connected regions per mask (2 for lungs), and whether masks touch the image edge."""
     parts, touching = [], []
     for mask in (row.mask for row in rows if row.mask.any()):
         sizes = np.bincount(ndimage.label(mask)[0].ravel())[1:]
@@ -94,21 +103,25 @@ def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
 
 
 def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int]:
-    # about 96 pixels per side are enough to compare bands
+    # images of about 96 pixels per side are enough to compare bands of grey levels
     step = max(1, len(rows[0].gray) // 96)
 
     def score(band: tuple[int, int]) -> float:
         found = [in_band(row.gray[::step, ::step], band, parts, touching) for row in rows]
         return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
 
-    # coarse search, where a band from 0 means "darker than" and one to 256 "brighter than"; then a finer search
+    # first a coarse, then a finer grid search for the band lo <= grey level < hi; the finer search does not move an end
+    # at 0 (band "darker than hi") or at 256 (band "brighter than lo")
     lo, hi = max(combinations(range(0, 257, 16), 2), key=score)
     near = range(-12, 13, 4)
     return max(product([lo + i for i in near if lo] or [0], [hi + i for i in near if hi < 256] or [256]), key=score)
 
 
 def in_band(gray: np.ndarray, band: tuple[int, int], parts: int, touching: bool) -> np.ndarray:
-    """Mask (H, W) of the largest connected parts with lo <= grey < hi; parts, touching: from shape_of_masks()."""
+    """Return a bool mask (H, W) of the largest connected regions with band[0] <= gray < band[1].
+
+    parts: maximum number of regions. touching: whether regions may touch the image edge.
+    """
     labels, count = ndimage.label((gray >= band[0]) & (gray < band[1]))
     sizes = np.bincount(labels.ravel(), minlength=count + 1)
     sizes[0] = 0
@@ -151,7 +164,11 @@ def by_forest(forest, gray: np.ndarray, parts: int, touching: bool) -> np.ndarra
 
 
 def texture(gray: np.ndarray) -> np.ndarray:
-    """Texture features (H W, 12): Gaussians and gradients at three scales, structure tensors at two."""
+    """Return 12 texture features for each pixel of a grey image (H, W), as an array (H * W, 12).
+
+    These are the Gaussian-smoothed image and its gradient magnitude at three scales, and the three components of the
+    structure tensor at two scales.
+    """
     gray = gray / 255
     kinds = (ndimage.gaussian_filter, ndimage.gaussian_gradient_magnitude)
     features = [kind(gray, scale) for kind in kinds for scale in (1, 2, 4)]
@@ -161,7 +178,7 @@ def texture(gray: np.ndarray) -> np.ndarray:
 
 
 def subsampling_step(gray: np.ndarray) -> int:
-    """Subsampling step that leaves 128 to 255 pixels per side of a larger image."""
+    """Return the subsampling step that reduces the image side to 128 to 255 pixels; 1 for a smaller image."""
     return max(1, len(gray) // 128)
 
 

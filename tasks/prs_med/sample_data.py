@@ -1,12 +1,13 @@
-"""Write a small data set in the layout of MMRS / PosMed, and tiny model checkpoints (`llava_tiny`, `sam_tiny`).
+"""Write a small synthetic data set, laid out like PosMed, and checkpoints of two tiny models: llava_tiny and sam_tiny.
 
-The synthetic brain, lung and skin images show four striped lesions each. Questions are about the bright lesion with
-rising stripes or the dark lesion with falling stripes; the other two combinations are distractors. So neither grey
-level nor texture alone identifies a lesion, and the image does not reveal the question.
+Each synthetic brain, lung or skin image shows four striped lesions. Questions are about the bright lesion with rising
+stripes or about the dark lesion with falling stripes; the other two lesions are distractors. Thus neither grey level
+nor texture alone identifies a lesion, and the image does not reveal which lesion a question is about.
 
-As in the real data, image_path is the mask's path, skin images have ISIC's names, and each mask has its own copy of the
-image. The models load with the same `from_pretrained` calls as LLaVA-Med and SAM. Their weights are random, except for
-hand-made image filters and a language model pretrained on questions and answers without images.
+As in PosMed, the data set of the PRS-Med paper, the CSV column image_path contains the mask's path, skin images are
+named as in ISIC, and each mask comes with its own copy of the image. The tiny models load with the same
+`from_pretrained` calls as LLaVA-Med and SAM. Most of their weights are random; but llava_tiny has hand-made image
+filters, and its language model is pretrained on the questions and answers, without images.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tasks.prs_med.wordings import ABSENT, ANSWERS, QUESTIONS, draw, fill, name_
 from utils.cli import InputError, whole
 
 BRAIN, LUNG, SKIN = "brain_tumors_ct_scan", "lung_CT", "skin_rgbimage"
-# names of the bright and the dark lesion
+# {modality: (name of the bright lesion, name of the dark lesion)}
 TARGETS = {BRAIN: ("glioma", "meningioma"), LUNG: ("tumour", "fibrosis"), SKIN: ("naevus", "keratosis")}
 PICTURES = {BRAIN: "A brain slice", LUNG: "A chest CT slice", SKIN: "A skin photograph"}
 POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1), "bottom right": (1, 1)}
@@ -48,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write images, masks, questions and checkpoints. Raises InputError if the folder has a data set."""
+    """Write synthetic images and masks, CSVs of questions and answers, and checkpoints of tiny models to `out`.
+
+    num_train, num_val, num_test: images per split. image_size: side of the square images in pixels. Raises InputError
+    if `out` already contains a data set.
+    """
     if (out / "annotations").exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
     counts = {"train": num_train, "val": num_val, "test": num_test}
@@ -88,17 +93,21 @@ def write_case(out: Path, seed: int, size: int, number: int, modality: str, spli
     return rows
 
 
-# --- images -----------------------------------------------------------------------------------------------------------
+# --- synthetic images -------------------------------------------------------------------------------------------------
 
 
 def smooth_noise(rng: Generator, size: int, cells: int) -> np.ndarray:
-    """Noise (size, size) from about -1 to 1, with features of size / cells pixels."""
+    """Return random noise (size, size) with values from about -1 to 1 and features about size / cells pixels wide."""
     coarse = rng.uniform(-1, 1, (cells + 2, cells + 2)).astype(np.float32)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))
 
 
 def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: float = 1.0) -> np.ndarray:
-    """Signed distance (size, size) to a wavy ellipse in pixels, positive inside. x, y, radius: fractions of `size`."""
+    """Return the signed distance of each pixel to the outline of a random wavy ellipse: (size, size), positive inside.
+
+    The distance is approximate, in pixels. x, y, radius: centre and radius of the ellipse as fractions of `size`.
+    wobble: strength of the deviations from a circle.
+    """
     v, u = np.mgrid[:size, :size] / (size - 1)
     z = (u - x + 1j * (v - y)) * np.exp(1j * rng.uniform(0, np.pi))
     stretch = 1 + wobble * rng.uniform(-0.2, 0.25)
@@ -107,7 +116,7 @@ def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: f
 
 
 def soft(distance: np.ndarray) -> np.ndarray:
-    """Opacity from a signed distance: 0 outside to 1 inside, over about a pixel."""
+    """Convert a signed distance in pixels to an opacity: 0 outside, 1 inside, with a transition about a pixel wide."""
     return 1 / (1 + np.exp(-np.clip(distance / 0.6, -30, 30)))
 
 
@@ -120,7 +129,8 @@ def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, lis
         lesion = blob(rng, size, x, y, rng.uniform(0.09, 0.125))
         masks.append(lesion > 0)
 
-        # bright /, dark \, dark /, bright \: questions are about the first two; 17 slightly bent stripes per image side
+        # the four lesions, with the direction of their stripes, are bright /, dark \, dark / and bright \; questions
+        # are about the first two; the stripes are slightly bent, and 17 of them would span the image side
         angle = np.pi / 4 * (1, 3)[i % 2] + rng.uniform(-0.15, 0.15)
         v, u = np.mgrid[:size, :size] / (size - 1)
         phase = 17 * (u * np.cos(angle) + v * np.sin(angle)) + 0.25 * smooth_noise(rng, size, 6)
@@ -155,13 +165,14 @@ def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
     return image
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints of tiny models ---------------------------------------------------------------------------------------
 
 
 def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int, seed: int) -> None:
-    """Write llava_tiny, with a tokenizer trained on the texts, and sam_tiny for images of about image_size.
+    """Write checkpoints of the tiny models llava_tiny and sam_tiny to subfolders of `out`.
 
-    pairs: questions and answers of the training set.
+    pairs: (question, answer) pairs of the training set; llava_tiny's tokenizer and language model are trained on them.
+    image_size: side of the images in pixels; the side of sam_tiny's input is the nearest multiple of 8.
     """
     import torch
     import transformers as hf
@@ -177,8 +188,8 @@ def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int,
         answers.setdefault(name_structure(question, answer), []).append(answer)
     answers.pop("", None)
     spoken = [draw(rng, [name], list(answers)) for name in answers for _ in range(200)]
-    # normalise case and punctuation, so that a name always has the same tokens: a few hundred questions are too few to
-    # learn that different tokens mean the same structure
+    # normalise case and punctuation, so that the name of a structure always becomes the same tokens: a few hundred
+    # questions are too few to learn that different tokens mean the same structure
     symbols = normalizers.Replace(Regex(r"[^\w\n<>.,?!:;]+"), " ")
     one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n "), symbols]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
@@ -204,10 +215,12 @@ def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int,
 
 
 def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
-    """Pretrain the language model on questions and answers without images, as a real one is pretrained on text.
+    """Pretrain llava_tiny's language model on questions and answers, without images.
 
-    answers: by structure. The loss is the cross-entropy of the answer, plus that of the structure's name predicted from
-    the prompt's last token by the lower half of the layers, which leaves the upper half free to look at the image.
+    answers: {structure: its answers in the training set}. The loss is a weighted sum of two cross-entropies. The first
+    is that of the answer. The second is that of the structure's name, predicted at the prompt's last token from the
+    output of the lower half of the layers. Thus the lower half learns to find the name in the question, and the upper
+    half can later learn, from images, to find the structure in the image.
     """
     import torch
     import torch.nn.functional as F
@@ -233,7 +246,7 @@ def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng
         loss = -torch.stack([row[words[name]].mean() for row, name in zip(heard, asked, strict=True)]).mean()
         ids, mask = tokens["input_ids"][:, 1:], tokens["attention_mask"][:, 1:] > 0
         mask &= torch.arange(ids.shape[1]) >= ends[:, None]
-        # 4 is lambda_txt of configs/prs_med_demo.yaml
+        # the answer's weight, 4, is the value of lambda_txt in configs/prs_med_demo.yaml
         loss = loss + 4 * F.cross_entropy(head(states.last_hidden_state[:, :-1][mask]), ids[mask])
         optimizer.zero_grad()
         loss.backward()
@@ -242,9 +255,11 @@ def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng
 
 
 def set_image_filters(tower, projector) -> None:
-    """Give the frozen image tower hand-made filters; random weights would lose the image.
+    """Set hand-made weights in the image encoder's embeddings (`tower`) and in the projector.
 
-    A patch is encoded by waves of 0 to 3 periods in two phases, its brightness and its position.
+    Training does not change these weights, and random ones would destroy the image content. The embedding of an image
+    patch consists of its correlations with cosine and sine waves of up to two periods per axis, its brightness and its
+    position in the image.
     """
     import torch
 
@@ -263,7 +278,8 @@ def set_image_filters(tower, projector) -> None:
     tower.position_embedding.weight.zero_()
     tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([angles.sin(), angles.cos()], 1)
 
-    # the projector splits a feature into its positive and negative part; for waves it adds both to an unsigned strength
+    # linear_1 splits each feature into its positive and its negative part; linear_2 adds the two parts of a wave's
+    # correlation, so that its sign is lost, and subtracts the two parts of any other feature
     projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
     strength = torch.randn(2 * width, n)
     strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)

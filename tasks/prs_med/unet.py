@@ -1,7 +1,7 @@
-"""The baseline model that most would train instead: a small UNet with one output channel per training structure.
+"""The usual alternative to PRS-Med, as a baseline model: a small UNet with one output channel per training structure.
 
-The UNet uses the network's images and masks at the same size, and keeps the weights with the best validation Dice. It
-neither reads questions nor writes answers.
+The UNet is trained on the same images and masks as PRS-Med, at the same size, and the weights with the best validation
+Dice are tested. The UNet neither reads questions nor writes answers.
 """
 
 import math
@@ -23,16 +23,20 @@ BATCH, EVALUATIONS, MOST_VALIDATED, LEARNING_RATE = 8, 10, 200, 3e-3
 
 
 def structure_of(row) -> tuple[str, str]:
-    """Key of the UNet's output channel for a row; rows without a structure share one channel per modality."""
+    """Return the key of the UNet's output channel for a row: (modality, name of the structure).
+
+    The rows of a modality that name no structure share one channel.
+    """
     return row.modality, " ".join(row.names[:1]).casefold()
 
 
 def unet_scores(
     train, val, test, steps: int, seed: int, device: torch.device, precision: str, heartbeat: Callable[[], None]
 ) -> list[dict]:
-    """Train a UNet on `train`; return its scores on the rows of `test` whose structure is in `train`.
+    """Train a UNet on `train`; return a dict of scores for each row of `test` about a structure that occurs in `train`.
 
-    train, val, test: PositionData; val may be None.
+    train, val, test: PositionData; without `val` (None), the final weights are tested. steps: number of training steps.
+    heartbeat: function called before each step to report that the process is alive.
     """
     from monai.networks.nets import BasicUNet
 
@@ -49,7 +53,10 @@ def unet_scores(
     optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, fused=True)
 
     def read(data, groups: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return images (B, 3, S, S) in -1..1, and each row's mask (N, S, S), image index and output channel."""
+        """Return images (B, 3, S, S) in -1..1 and, for each row, mask (N, S, S), image index and output channel (N,).
+
+        groups: for each of the B images, the indices in `data` of the rows about that image.
+        """
         items = [[data[index] for index in group] for group in groups]
         pixels = torch.stack([group[0]["sam"] for group in items])
         masks = torch.stack([item["mask"] for group in items for item in group])
@@ -61,7 +68,7 @@ def unet_scores(
     @torch.no_grad()
     def predict(data, rows: list[int]):
         net.eval()
-        # adjacent rows of one image share a forward pass
+        # consecutive rows about the same image share one forward pass
         for _, group in groupby(rows, key=lambda index: data.rows[index].identity):
             group = list(group)
             pixels, masks, _, channels = read(data, [group])
@@ -104,7 +111,10 @@ def unet_scores(
 
 
 def augment(pixels: Tensor, masks: Tensor, image_of: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Apply random affine transforms to images (B, 3, S, S) and their masks (N, S, S), gain and noise to the images."""
+    """Apply a random affine transform to each image (B, 3, S, S) and its masks (N, S, S).
+
+    The images also get random gain and noise. image_of: (N,), index of each mask's image.
+    """
     count, device = len(pixels), pixels.device
     turn = np.tile(np.eye(2, 3), (count, 1, 1)) + rng.normal(0, 0.06, (count, 2, 3)) * [[1, 0, 1], [0, 1, 1]]
     gain = torch.from_numpy(rng.uniform(0.8, 1.2, (count, 1, 1, 1))).float().to(device)

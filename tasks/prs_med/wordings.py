@@ -1,4 +1,7 @@
-"""Wordings: find the structure that a question names, and reword questions about it. No torch."""
+"""Wordings of questions: find the structure that a question names, and ask about a structure in other words.
+
+This module does not import torch.
+"""
 
 import re
 from collections import defaultdict
@@ -6,7 +9,8 @@ from collections.abc import Sequence
 
 from numpy.random import Generator
 
-# questions and answers of prepared and synthetic data; {is} and {it} agree with the name in number
+# templates of the questions and answers that tools.prepare_data and tools.sample_data write; {is} and {it} become "are"
+# and "they" if {name} is plural
 QUESTIONS = (
     "Where {is} the {name} located in this image?",
     "In which part of the image {is} the {name}?",
@@ -20,7 +24,8 @@ ANSWERS = (
 )
 ABSENT = "There {is} no {name} in this image."
 
-# a reworded training question is one of these requests between filler words; it may exclude another structure
+# templates of reworded training questions: a question contains one of REQUESTS, sometimes extended by one of EXCLUSIONS
+# ("not the ..."), and usually random FILLERS before and after
 REQUESTS = (
     "{name}",
     "the {name}",
@@ -64,7 +69,7 @@ your
 """.split()
 PUNCTUATION = ("", "", "", ".", "?", "!", ",", ":", ";", "...", "?!", " -")
 
-# wordings for the test, never used in training
+# templates of reworded questions for the test, never used in training
 OTHER_WORDS = (
     "Outline the {name}.",
     "{name} -> border",
@@ -79,7 +84,10 @@ COMMON = set("a an and are at be can find image in is it located of part positio
 
 
 def name_structure(question: str, answer: str) -> str:
-    """Find the longest run of words in a question that its answer repeats, without COMMON words at either end."""
+    """Guess the name of the structure that a question is about: the longest phrase that the answer repeats.
+
+    Words such as "the" and "is" (COMMON) may occur inside the name, but not at either end. Returns "" if no words fit.
+    """
     asked, said = (re.findall(r"\w[\w'-]*", text) for text in (question, answer))
     said, best = spaced(" ".join(said)), []
     for first in range(len(asked)):
@@ -93,7 +101,11 @@ def name_structure(question: str, answer: str) -> str:
 
 
 def named_in(question: str, structures: list[list[str]]) -> list[str]:
-    """Return the structures, given as [name, synonyms...], that a question names; "left kidney" is not "kidney"."""
+    """Return the names of those `structures` that a question mentions by name or synonym.
+
+    structures: [name, synonyms...] of each known structure. The longest names are matched first, so that "left kidney"
+    does not also count as "kidney".
+    """
     left, found = spaced(question), set()
     for name, structure in sorted(((name, s[0]) for s in structures for name in s), key=lambda pair: -len(pair[0])):
         if spaced(name) in left:
@@ -103,7 +115,7 @@ def named_in(question: str, structures: list[list[str]]) -> list[str]:
 
 
 def spaced(text: str) -> str:
-    """Lower-case words of a text with spaces around them, for finding whole words."""
+    """Return a text's words in lower case, with spaces between and around them, to search the text for whole words."""
     return " ".join(["", *re.findall(r"[^\W_]+", text.casefold()), ""])
 
 
@@ -115,9 +127,10 @@ def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
 
 
 def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
-    """Return {(modality, name): other structures in rows of the modality, without synonyms}.
+    """Return {(modality, structure): names of the other structures in the rows of this modality, without synonyms}.
 
-    A name that contains the other, as "left kidney" contains "kidney", may mean the same structure and is left out.
+    If one name contains the other, as "left kidney" contains "kidney", the names may mean the same structure and do not
+    count as different.
     """
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
@@ -130,10 +143,11 @@ def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
 
 
 def absent_names(rows: list) -> dict[str, list[str]]:
-    """Return {modality: structures that only rows of other modalities name, without synonyms}.
+    """Return {modality: names, without synonyms, of structures that occur only in rows of other modalities}.
 
-    Structures that share a synonym with one of the modality are excluded. The list is empty if a row of the modality
-    names no structure.
+    A structure is left out if one of its names or synonyms contains, or is contained in, a name of a structure in the
+    modality. If a row of the modality names no structure, the modality's list is empty, because the row could be about
+    any structure.
     """
     structures: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for row in rows:
@@ -156,13 +170,20 @@ def ask_for_absent(row, question: str, name: str):
 
 
 def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
-    """Draw a question about a structure with these names, in random words and letter case; it may exclude `others`."""
+    """Return a question about one structure, with random wording and letter case.
+
+    names: name and synonyms of the structure, of which the question uses one. others: names of other structures, one of
+    which the question may exclude ("not the ...").
+    """
 
     def choose(choices: Sequence[str]) -> str:
         return choices[rng.integers(len(choices))]
 
     def filler(most: int) -> str:
-        """Draw filler words; some have their letters shuffled, to stand for unknown words."""
+        """Return up to `most` random filler words, followed by punctuation.
+
+        Some of the words have their letters shuffled, to stand for unknown words.
+        """
         words = [choose(FILLERS) for _ in range(rng.integers(most + 1))]
         words = ["".join(rng.permutation(list(word))) if rng.random() < 0.2 else word for word in words]
         return " ".join(words) + (choose(PUNCTUATION) if words else "")
@@ -180,14 +201,18 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def longest(names: Sequence[str]) -> str:
-    """A question about as long as the longest from draw(), for the memory trial."""
+    """Return a question about as long as the longest that draw() can return, to measure the memory for training."""
     name, request = max(names, key=len), max(REQUESTS, key=len)
     wording = max(EXCLUSIONS, key=len).replace("{request}", request) + 20 * f" {max(FILLERS, key=len)}"
     return fill(wording, name, name).upper()
 
 
 def in_other_words(rows: list, some: list[int]) -> list[tuple]:
-    """Reword `some` rows with a known structure by each of OTHER_WORDS; return (name, index, changed row)."""
+    """Return copies of the selected rows, with each question reworded by each template in OTHER_WORDS.
+
+    some: indices of the selected rows; rows whose structure is unknown are left out. Returns [("wording/" + template,
+    row index, changed row)]. A template that excludes another structure is used only if the row's modality has one.
+    """
     others, changed = other_names(rows), []
     for wording in OTHER_WORDS:
         for index in some:

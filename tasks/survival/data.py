@@ -1,9 +1,9 @@
-"""A survival cohort: its table, folds, clinical columns, and CT volumes as a PyTorch data set.
+"""Survival data: table of cases, fold assignment, encoded clinical columns, and CT volumes as a PyTorch dataset.
 
 dataset = MultiGPUSurvivalDataset("data/dataset.csv", use_smart_cache=True)
 loader = create_distributed_dataloader(dataset, batch_size=8)
 for epoch in range(epochs):
-    loader.batch_sampler.set_position(epoch)  # a new order and, with the smart cache, other cases
+    loader.batch_sampler.set_position(epoch)  # reshuffles; with use_smart_cache, also replaces some of the cases
     for batch in loader: ...                  # image (B, 1, X, Y, Z) float16 in 0..1, time in years, event, error
 """
 
@@ -32,7 +32,7 @@ from utils.cli import InputError, first_line, refuse
 from utils.volumes import files_of, read_volume, stamp
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
-# accepted column names, case-insensitive
+# accepted names of each kind of column in the table of cases, case-insensitive
 COLUMNS = {
     "path": ("NIFTI Path", "nifti_path", "image_path", "path"),
     "time": ("time", "survival_time"),
@@ -51,9 +51,11 @@ MEASUREMENTS = (
 
 @dataclass
 class Cohort:
-    """The rows of a table. source: `file:row`. path, mask: "" if there is none. time: years, NaN if unknown.
+    """A checked table of cases; every field has one entry per row of the table.
 
-    table: the text of all columns, by lower-case name.
+    source: "file:row", for messages. case: patient id, or else the volume's path, or else the source. path, mask:
+    absolute paths of the CT volume and its mask, "" if the row has none. time: years to event or censoring, NaN if
+    unknown. event: False if censored or unknown. table: all columns as text, with lower-case names.
     """
 
     source: list[str]
@@ -68,7 +70,7 @@ class Cohort:
         return len(self.source)
 
     def column(self, name: str) -> pd.Series:
-        """Text of a column, named in lower case. Raises InputError if the table has no such column."""
+        """Return a column's cells as text; `name` is case-insensitive. Raises InputError if there is no such column."""
         return self.table[tables.find_column([(self.source[0], dict(self.table))], name)]
 
 
@@ -80,10 +82,11 @@ def read_cohort(
     image: bool = True,
     **given: str | None,
 ) -> Cohort:
-    """Read and check all rows of a table. Raises InputError naming the bad rows.
+    """Read a table of cases (CSV or parquet) and check every row. Raises InputError naming the unusable rows.
 
-    outcome False: rows may lack time and event. image False: rows need no volume. given: column names that are not in
-    COLUMNS, such as path_column="scan" or mask_column="heart".
+    data_dir: folder that relative paths start from; default: the table's folder. outcome=False: rows may lack time and
+    event. image=False: the path column is ignored. given: names of columns, such as path_column="scan" or
+    mask_column="heart", if they differ from those in COLUMNS.
     """
     rows = tables.read_table(Path(csv_path))
 
@@ -141,10 +144,13 @@ def _resolve(name: str, root: str, source: str) -> str:
 def choose_fold(
     cohort: Cohort, fold_column: str, train: str, val: str | None, count: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training rows, validation rows), from a column's labels, or from `count` folds made by assign_folds().
+    """Return the row numbers of the cohort's training cases and of its validation cases as two integer arrays.
 
-    If no row has the label `train`, every row that is neither in the validation fold nor held out is used for training.
-    Raises InputError if a fold has no event before the end of follow-up, or if both folds share a case or volume.
+    count=0: the labels in fold_column decide; a training row has the label `train`, a validation row the label `val`
+    (default "val"). count>0: assign_folds() makes `count` folds, and `val` is the number of the validation fold. If no
+    row is labelled `train`, all rows outside the validation fold are training rows, except those labelled as held out
+    (HELD_OUT). Raises InputError if the training or the validation cases have no event before their longest follow-up
+    ends, or if both contain the same patient or volume.
     """
     place = cohort.source[0].rpartition(":")[0]
     if count:
@@ -153,7 +159,7 @@ def choose_fold(
         number = assign_folds(cohort.case, cohort.event, ~held, count, seed)
         labels, is_train = np.where(held, HELD_OUT[0], number.astype(str)), np.zeros(len(cohort), bool)
     else:
-        # spreadsheets write 1 as 1.0
+        # spreadsheets may save the fold label 1 as 1.0
         labels, val = cohort.column(fold_column).str.removesuffix(".0").to_numpy(), val or "val"
         is_train = labels == train
     is_val = labels == val
@@ -173,11 +179,16 @@ def choose_fold(
 
 
 def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Assign folds 1 to count to rows. Rows of a case stay together; events of used rows are spread evenly."""
+    """Return each row's fold number, 1 to `count`, as an integer array.
+
+    case (rows,): patient ids; all rows of a patient get the same fold. event (rows,): True for an event. used (rows,):
+    False for rows that are held out of the cross-validation. Patients with an event in a row that is not held out are
+    spread evenly over the folds, and so are the other patients with such rows.
+    """
     names, place = np.unique(case, return_inverse=True)
     has_event, is_used = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
     order = np.random.default_rng(seed % 2**63).permutation(len(names))
-    # cases with events first, unused cases last
+    # deal out patients with events first and unused patients last, so that each group is spread evenly over the folds
     order = order[np.lexsort((~has_event[order], ~is_used[order]))]
     number = np.empty(len(names), int)
     number[order] = np.arange(len(names)) % count + 1
@@ -188,9 +199,10 @@ def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: i
 
 
 def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict]:
-    """Fit each column's encoding to these (training) rows: mean and SD if it holds numbers, otherwise its levels.
+    """Fit the encodings of the named columns to the training `rows`; return one dict per column, for encode_columns().
 
-    Raises InputError for columns that are blank, mix numbers with text, or have too many levels.
+    A numeric column is encoded by its mean and SD, a text column by the list of its distinct values. Raises InputError
+    for columns that are blank, mix numbers with text, or have too many distinct texts.
     """
     columns, problems = [], []
     for name in names:
@@ -220,9 +232,10 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
 
 
 def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
-    """Encode columns with the result of fit_columns(), as (rows, n) float32.
+    """Encode all rows of the cohort as float32 (rows, n), with the encodings that fit_columns() returned.
 
-    Raises InputError for text among numbers and for missing columns.
+    Numbers are standardized and texts one-hot encoded; indicators mark blank cells, and texts that fit_columns() did
+    not see. Raises InputError if a numeric column contains text or a column is missing.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
@@ -252,10 +265,12 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
 
 @dataclass
 class Volumes:
-    """Reader of volumes as (C, X, Y, Z) float16, HU windowed to 0..1, with a disk cache of the resized volumes.
+    """Reads CT volumes as (C, X, Y, Z) float16 with HU windowed to 0..1, and caches the resized volumes on disk.
 
-    orientation: None keeps the axes of the file. spacing: voxel size in mm to resample to. mask_mode: "crop" crops to
-    the mask's bounding box plus mask_margin mm, unless the mask is empty; "channel" adds the mask as a second channel.
+    orientation: axis codes, such as RAS, that volumes are turned to; None keeps the axes of each file. spacing: voxel
+    size in mm that volumes are resampled to; None keeps each file's voxel size. mask_mode: "crop" crops the volume to
+    the mask's bounding box plus mask_margin mm, unless the mask is empty; "channel" adds the mask as a second channel;
+    None does neither. cache_dir: folder of the disk cache; None or "": no cache.
     """
 
     image_size: Sequence[int] = (256, 256, 64)
@@ -271,14 +286,18 @@ class Volumes:
         return 1 + (self.mask_mode == "channel"), *self.image_size
 
     def load(self, path: str, mask: str = "", measurements: bool = False) -> Tensor:
-        """Load a volume or its measurements, see read(), through the disk cache. Raises InputError and ValueError."""
+        """Return a volume or, if `measurements` is True, its measurements, as read() does but through the disk cache.
+
+        Raises InputError or ValueError if the volume or its mask is unusable.
+        """
         wanted, cached_files = int(not measurements), []
         if self.cache_dir:
-            # the key covers the files, their modification times, all settings, and the version of read(), 3
+            # the cache key covers the files' paths, sizes and modification times, all fields of this Volumes object,
+            # and the version of read(), which is 3
             files = [file for name in (path, mask) if name for file in files_of(name)]
             key = hashlib.sha256(f"{stamp(files)}{self}3".encode()).hexdigest()
             cached_files = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
-            # the volume is written last
+            # the volume is written after the measurements, so if the volume's file exists, both files do
             if cached_files[1].exists():
                 return torch.from_numpy(np.load(cached_files[wanted]))
         found = self.read(path, mask)
@@ -298,7 +317,12 @@ class Volumes:
         return found[wanted]
 
     def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
-        """Return (measurements, volume). measurements: MEASUREMENTS, then the file's Volume.summary()."""
+        """Read a CT volume and its mask; return (measurements, volume).
+
+        measurements (14,): the eight values that MEASUREMENTS names, then the voxel size in mm and the axis codes of
+        the file, as returned by Volume.summary(). volume (C, X, Y, Z): float16. Raises InputError or ValueError if the
+        volume or its mask is unusable.
+        """
         volume, summary = self._open(path, "bilinear")
         if volume.min() == volume.max():
             raise ValueError("holds one value everywhere")
@@ -340,10 +364,11 @@ class Volumes:
 
 
 def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
-    """Measure a mask (X, Y, Z): log volume (mm3), log surface (mm2), log diameter (mm), mean and SD of HU inside it.
+    """Measure a mask: logarithms of its volume (mm3), surface area (mm2) and diameter (mm), mean and SD of its HU.
 
-    NaN if the mask is empty. The surface is that of MONAI's mesh, the diameter the longest distance between voxel
-    corners. Sphericity is left out, because its logarithm is a linear function of the first two.
+    hu, inside (X, Y, Z): the CT and the boolean mask. voxel (3,): voxel size in mm. All five values are NaN if the
+    mask is empty. MONAI's surface mesh determines the surface area; the diameter is the longest distance between two
+    voxel corners. Sphericity is left out, because its logarithm is a linear function of log volume and log area.
     """
     from monai.metrics.utils import get_mask_edges
     from scipy.spatial import ConvexHull
@@ -360,7 +385,7 @@ def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
 
 
 def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
-    """Resize (1, X, Y, Z) to (1, *size): average along axes that shrink, interpolate linearly along axes that grow."""
+    """Resize a volume (1, X, Y, Z) to (1, *size): average along shrinking axes, interpolate along growing axes."""
     smaller = [min(old, new) for old, new in zip(volume.shape[1:], size, strict=True)]
     volume = F.interpolate(volume[None], smaller, mode="area")
     if smaller != [*size]:
@@ -369,10 +394,10 @@ def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
 
 
 def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor:
-    """Flip images (B, C, X, Y, Z) along random axes and, if X equals Y, rotate them in-plane by quarter turns.
+    """Flip images (B, C, X, Y, Z) along random axes; if X equals Y, also rotate them in-plane by random quarter turns.
 
-    Flips and rotations depend only on (seed, epoch, index), so they are the same for any number of GPUs and after a
-    resume. indices: rows of the cohort.
+    indices: the row number of each image's case in the cohort. An image's flips and rotation depend only on (seed,
+    epoch, row number), so neither the number of GPUs nor resuming the run changes them.
     """
     changed = []
     for image, index in zip(images, indices, strict=True):
@@ -387,12 +412,16 @@ def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor
 
 
 class MultiGPUSurvivalDataset(Dataset):
-    """Cases as dicts of index (row of the cohort), time (years), event, error ("" if usable), image and columns.
+    """Dataset of a cohort's cases.
 
-    With use_smart_cache, an epoch covers a share `cache_rate` of the cases, in memory shared by all processes of a
-    machine; a share `replace_rate` of them is replaced after each epoch, oldest first. The cases of an epoch depend
-    only on (seed, epoch), so neither the number of GPUs nor a resume changes them. MONAI's SmartCacheDataset keeps a
-    copy in each process and cannot resume.
+    Each item is a dict: index (row number in the cohort), time (years), event, error ("" if the image is usable), image
+    (if the row has a volume) and columns (if encoded columns were passed to the constructor).
+
+    With use_smart_cache, an epoch covers only a subset of the cases: the fraction `cache_rate`, held in memory that all
+    processes of a machine share. After each epoch, the fraction `replace_rate` of the subset, the cases that have been
+    in it longest, is replaced by other cases. The subset depends only on (seed, epoch), so neither the number of GPUs
+    nor resuming the run changes it. MONAI's SmartCacheDataset, in contrast, stores a copy of its cases in each process
+    and cannot resume.
     """
 
     def __init__(
@@ -409,7 +438,12 @@ class MultiGPUSurvivalDataset(Dataset):
         seed: int = 0,
         **options,
     ):
-        """All ranks. columns: result of encode_columns(), for all rows of the table."""
+        """Call on all ranks. Raises InputError if the table is unusable.
+
+        csv_path: table of cases, which read_cohort() reads with `options`, or a Cohort. rows: row numbers of the cases
+        in the dataset; default: the rows whose label in fold_column is `fold`. columns: result of encode_columns() for
+        the whole table, if items should contain encoded columns.
+        """
         self.cohort = csv_path if isinstance(csv_path, Cohort) else read_cohort(csv_path, **options)
         if rows is None:
             rows = np.flatnonzero(self.cohort.table[fold_column.lower()] == fold)
@@ -425,7 +459,7 @@ class MultiGPUSurvivalDataset(Dataset):
             if shared is None:
                 du.print_main("warning: no room for the smart cache; volumes are loaded again in each epoch")
             else:
-                # for each slot: 1 + the number of its case (0 if empty), and the volume of its case
+                # for each cache slot: 1 + the running_index() of the case in the slot (0: empty slot), and its volume
                 known, volumes = np.split(shared, [8 * size])
                 self.memory = known.view(np.int64), volumes.view(np.float16).reshape(shape)
 
@@ -433,7 +467,11 @@ class MultiGPUSurvivalDataset(Dataset):
         return self.epoch_size
 
     def running_index(self, indices, epoch: int) -> np.ndarray:
-        """Map indices of an epoch to running indices over all epochs; modulo len(rows) they are positions in rows."""
+        """Map the dataset indices of an epoch to positions in an endless repetition of `rows`, the array of all cases.
+
+        The position modulo len(rows) is an index into `rows`. With the smart cache, each epoch's subset of cases is a
+        window of this repetition, which moves on by replaced_per_epoch positions after each epoch.
+        """
         return np.asarray(indices) + epoch * self.replaced_per_epoch
 
     def rows_of(self, indices, epoch: int) -> np.ndarray:
@@ -450,7 +488,7 @@ class MultiGPUSurvivalDataset(Dataset):
             try:
                 item["image"] = self._volume(row, number)
             except Exception as reason:
-                # NaN, so that a loop that ignores `error` cannot train on an unusable image
+                # fill the image with NaN, so that the loss becomes NaN in a training loop that ignores `error`
                 item["image"] = torch.full(self.volumes.shape, math.nan, dtype=torch.float16)
                 error = fault_of(cohort, row, reason)
         return item | {"error": error}
@@ -466,9 +504,11 @@ class MultiGPUSurvivalDataset(Dataset):
         return torch.from_numpy(volumes[place].copy())
 
     def measure_volumes(self, threads: int) -> np.ndarray:
-        """All ranks: read every volume once, into the disk cache, and set MEASUREMENTS in the cohort's table.
+        """Call on all ranks. Together, the ranks measure each volume of the dataset once and fill the disk cache.
 
-        Returns (cases, 6), see Volume.summary(). Raises InputError if a volume is unusable.
+        The measurements become columns of cohort.table, named as in MEASUREMENTS. threads: reading threads per rank.
+        Returns (cases, 6): each file's voxel size in mm and axis codes, see Volume.summary(). Raises InputError naming
+        the unusable volumes.
         """
         rank, world_size = du.world()
         cohort = self.cohort

@@ -1,4 +1,4 @@
-"""Results of a survival run: scores with intervals, compared with baseline models, predictions.csv and a figure."""
+"""Reports the results of a survival run: scores with confidence intervals, baseline models, predictions and figure."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def cases_of(data: MultiGPUSurvivalDataset, stratum_column: str | None) -> pd.Da
     time, event = outcome(data)
     cases = pd.DataFrame({"row": data.rows, "case": data.cohort.case[data.rows], "time": time, "event": event})
     if stratum_column:
-        # numbered over the whole cohort, so that a stratum has the same number in all folds
+        # number the strata over the whole cohort, so that each stratum has the same number in all folds
         strata = np.unique(data.cohort.column(stratum_column), return_inverse=True)[1]
         cases["stratum"] = strata[data.rows]
     return cases
@@ -32,9 +32,10 @@ def cases_of(data: MultiGPUSurvivalDataset, stratum_column: str | None) -> pd.Da
 
 
 def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> ndarray:
-    """Kaplan-Meier estimate of P(T > t) at the times `at`. torchsurv's version refuses groups without an event.
+    """Return the Kaplan-Meier estimate of P(T > t), where T is the time of the event, at the times `at`.
 
-    censoring: estimate the distribution of censoring times instead; at ties, events come before censoring.
+    censoring=True: T is the time of censoring; events precede censoring at the same time. torchsurv's implementation
+    is not used, because it rejects groups without an event.
     """
     times, place = np.unique(time, return_inverse=True)
     events, counts = np.bincount(place, weights=event), np.bincount(place)
@@ -44,7 +45,12 @@ def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> 
 
 
 def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
-    """Breslow's (1974) cumulative baseline hazard, in logarithms to avoid overflow. until: end of follow-up."""
+    """Estimate the cumulative baseline hazard of a Cox model (Breslow 1974).
+
+    log_hazard (n,): predicted log-hazards of the cases in `data`. Returns a dict: time (event times in years),
+    log_hazard (logarithms of the cumulative hazard at these times, which avoid overflow), until (end of the follow-up
+    in years).
+    """
     time, event = outcome(data)
     times, events = np.unique(time[event], return_counts=True)
     order = np.argsort(-time, kind="stable")
@@ -59,10 +65,12 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 
 
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
-    """Describe the training patients' log-hazards: baseline hazard, percentiles 0 to 100, and the parts' centres.
+    """Summarize the training patients' log-hazards, with which the log-hazards of other patients are compared.
 
-    parts: (n, 2) parts of the log-hazards, from columns and image. unseen: the parts that the baseline hazard and the
-    percentiles are fitted to, each predicted by a network that was not trained on the case.
+    A log-hazard is the sum of two parts, one predicted from tabular columns and one from the image. parts (n, 2): both
+    parts for each training patient. unseen (n, 2): both parts again, if possible predicted by networks that were not
+    trained on the patient. Returns the dict of fit_baseline_hazard(), fitted to `unseen`, with two more entries:
+    percentiles (0 to 100) of the log-hazards in `unseen`, and centres, the means of `parts`.
     """
     log_hazard = (unseen - unseen.mean(0)).sum(1)
     percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
@@ -71,7 +79,11 @@ def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDatase
 
 
 def survival_curves(baseline_hazard: dict, log_hazard: ndarray, at) -> ndarray:
-    """Survival probabilities S(t|x) = exp(-H0(t) exp(log_hazard)), (n, len(at)); NaN beyond the follow-up."""
+    """Return the survival probabilities exp(-H0(t) exp(log_hazard)) at the times `at` in years, as (n, len(at)).
+
+    baseline_hazard: result of fit_baseline_hazard(), the cumulative hazard H0. Probabilities at times after the end of
+    its follow-up are NaN.
+    """
     steps = np.concatenate([[-np.inf], baseline_hazard["log_hazard"]])
     hazard = steps[np.searchsorted(baseline_hazard["time"], at, side="right")] + log_hazard[:, None]
     with np.errstate(over="ignore"):
@@ -82,7 +94,11 @@ def survival_curves(baseline_hazard: dict, log_hazard: ndarray, at) -> ndarray:
 
 
 def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndarray, group: ndarray) -> ndarray:
-    """Harrell's C within groups for each resample of resample_cases(); NaN without a comparable pair."""
+    """Return Harrell's C of each bootstrap resample, over pairs of rows from the same group.
+
+    counts (resamples, rows): how often each resample contains each row, as returned by resample_cases(). C is NaN in
+    resamples without a comparable pair.
+    """
     first, comes_first, in_order = compare_pairs(log_hazard, time, event, group)
     pairs, right = (
         (counts[:, first] * (counts @ table.astype(np.float32).T)).sum(1, dtype=float)
@@ -92,7 +108,10 @@ def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndar
 
 
 def concordance(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray | None = None) -> float:
-    """Harrell's C over the comparable pairs within groups; ties of log-hazards count half. NaN without such pairs."""
+    """Return Harrell's C over the comparable pairs of rows from the same group; pairs of equal log-hazards count half.
+
+    group (n,): group numbers; default: one group. C is NaN if no pair is comparable.
+    """
     _, comes_first, in_order = compare_pairs(log_hazard, time, event, np.zeros(len(time)) if group is None else group)
     return float((comes_first * in_order).sum() / comes_first.sum()) if comes_first.any() else np.nan
 
@@ -100,10 +119,11 @@ def concordance(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarr
 def compare_pairs(
     log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Compare each row that has an event with all rows.
+    """Compare each row that has an event with all rows; return (first, comes_first, in_order).
 
-    comes_first (events, rows): whether the event is known to precede a row of its group. in_order (events, rows):
-    whether the log-hazards predict this order, 0.5 if they are equal.
+    first (events,): indices of the rows that have an event. comes_first (events, rows): True if both rows are in the
+    same group and the first one's event is known to precede any event of the second. in_order (events, rows): 1 if the
+    first row has the higher log-hazard, 0.5 if both log-hazards are equal, otherwise 0.
     """
     first = np.flatnonzero(event)
     comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
@@ -118,10 +138,11 @@ def score(
     years: list[float],
     baseline_hazard: dict | None = None,
 ) -> dict[str, float]:
-    """C (Harrell, Uno), AUC and, with a baseline hazard, Brier scores of a fold, by torchsurv in float64.
+    """Score log-hazards of the validation set `val`: C (Harrell, Uno), AUC and, given a baseline hazard, Brier scores.
 
-    The inverse probability of censoring weights come from the training fold. Undefined scores, such as those beyond the
-    follow-up, are left out.
+    torchsurv computes the scores in float64; the weights (inverse probability of censoring) are estimated on the set
+    `train`. years: horizons of AUC and Brier score. Returns {score: value} without undefined scores, such as those for
+    horizons after the end of the follow-up.
     """
     from torchsurv.metrics.auc import Auc
     from torchsurv.metrics.brier_score import BrierScore
@@ -139,7 +160,8 @@ def score(
     metrics = {"c_index": float(ConcordanceIndex()(*cases))}
     metrics["c_index_uno"] = float(ConcordanceIndex()(*cases, weight=uno))
 
-    # AUC needs cases and controls at each horizon
+    # leave out horizons before the first event or after the end of the follow-up: AUC is undefined there, because all
+    # patients have the same outcome
     years = [year for year in years if year < end and (event & (time <= year)).any()]
     if years:
         at = torch.tensor(years, dtype=torch.float64)
@@ -160,10 +182,11 @@ def score(
 
 
 def compare_models(risks: dict[str, ndarray], cases: pd.DataFrame) -> tuple[dict[str, dict], pd.DataFrame]:
-    """C of each model over the pairs within folds, and a paired test of the first model against every other.
+    """Compute each model's C over pairs within folds; compare the first model with the rest by paired bootstrap.
 
-    cases: the columns of cases_of(), plus fold; there is one row per case and repeat. Cases are resampled within the
-    first fold in which they occur.
+    risks: {model: log-hazards, one for each row of `cases`}. cases: the table that cases_of() returns, with a column
+    `fold`; in a repeated cross-validation it contains each case once per repeat. The bootstrap resamples patients
+    within the fold in which they first occur. Returns ({model: {score: value}}, table to print).
     """
     time, event, case, fold = (cases[name].to_numpy() for name in ("time", "event", "case", "fold"))
     counts = resample_cases(case, fold)
@@ -193,16 +216,18 @@ def compare_models(risks: dict[str, ndarray], cases: pd.DataFrame) -> tuple[dict
 
 
 def key_of(model: str) -> str:
-    """Prefix of a model's scores in summary.json."""
+    """Return the prefix of a model's score names in summary.json."""
     return "val" if model == "network" else f"val/rival/{model}"
 
 
 def print_table(
     title: str, models: dict[str, tuple], cases: pd.DataFrame, sets: dict, years: list[float]
 ) -> dict[str, float]:
-    """Rank 0: print the scores of the network and the baseline models; return all scores by name.
+    """Rank 0: print the validation scores of the network and the baseline models; return them as {name: value}.
 
-    models: {name: (log-hazards, baseline hazard)}, the network first.
+    models: {model: (log-hazards of the validation cases, baseline hazard or None)}, the network first. cases: the
+    table that cases_of() returns for the validation set. sets: the datasets {"train": ..., "val": ...}. years: horizons
+    of AUC and Brier score.
     """
     scores, table = compare_models({name: risk for name, (risk, _) in models.items()}, cases.assign(fold=0))
     for name, (risk, baseline_hazard) in models.items():
@@ -220,7 +245,7 @@ def print_table(
 
 
 def folds_of(folder: Path) -> list[Path]:
-    """Run folders of a finished cross-validation; [] for any other folder."""
+    """Return the run folders of the folds if `folder` contains a finished cross-validation, otherwise []."""
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     repeats, folds = (range(1, 1 + summary.get(name, 0)) for name in ("repeats", "folds"))
@@ -228,13 +253,15 @@ def folds_of(folder: Path) -> list[Path]:
 
 
 def print_cross_validation(folder: Path, metrics: list[dict], cases: pd.DataFrame, args) -> None:
-    """Rank 0: print each model's C, pooled over pairs within folds and by fold; with repeats, also of the mean risk.
+    """Rank 0: print the C of each model in a cross-validation; write summary.json and cross_validation.csv.
 
-    cases: the columns of cases_of() for the validation sets, plus repeat, fold and each model's log-hazards. Writes
-    summary.json and cross_validation.csv.
+    Two values are printed for each model: C over all pairs of cases within folds, and the mean of the folds' C. With
+    repeats, the mean of each case's log-hazards over the repeats is scored like another model. metrics: the scores of
+    each fold. cases: the tables that cases_of() returns for the validation sets, joined, with the columns `repeat` and
+    `fold` and a column of log-hazards for each model, the network first.
     """
     scores = pd.DataFrame(metrics)
-    # means of interval bounds or p values are meaningless
+    # leave out interval bounds and p values, whose means over the folds would be meaningless
     scores = scores[[name for name in scores if not name.endswith(("_low", "_high", "/p"))]]
     summary = scores.mean().to_dict() | {f"{name}_sd": value for name, value in scores.std().items()}
 
@@ -264,10 +291,12 @@ def print_cross_validation(folder: Path, metrics: list[dict], cases: pd.DataFram
 def predictions(
     data: MultiGPUSurvivalDataset, models: list[tuple[ndarray, dict | None]], years: list[float]
 ) -> pd.DataFrame:
-    """Table of cases: outcome, log-hazard and its parts, its percentile among the training patients, and S(t).
+    """Return a table with each case's outcome and predictions, averaged over the models.
 
-    models: [((n, 2) parts of the log-hazards, reference)]; predictions are the models' means. Log-hazards are relative
-    to the mean training patient.
+    models: for each model, the log-hazards' parts from columns and image (n, 2), and the result of fit_reference(), or
+    None if the latter is unavailable. The predictions are the log-hazard relative to the mean training patient, its two
+    parts and, if fit_reference()'s result is available for all models, its percentile among the training patients and
+    the survival probability at each of the times `years`.
     """
     time, event = outcome(data)
     event = np.where(np.isfinite(time), event, np.nan)
@@ -287,9 +316,10 @@ def predictions(
 
 
 def read_other_run(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
-    """Read another run's results on this validation fold as {"other_run": (log-hazards, baseline hazard)}.
+    """Read another run's predictions for the validation set `val`, for the flag --rival_run.
 
-    {} if folder is None. Raises InputError.
+    Returns {"other_run": (log-hazards, baseline hazard)}, or {} if `folder` is None. Raises InputError if the folder
+    contains no predictions or predictions for other validation cases.
     """
     if not folder:
         return {}

@@ -1,8 +1,9 @@
 """Write synthetic cardiac CTs for train_survival_distributed.py: dataset.csv, scans/ and heart masks in masks/.
 
-The heart wall has calcified lesions: solid balls, and shells around a soft core that have the same volume and HU. Only
-shells and age raise the hazard, so the number, volume and Agatston score of the lesions predict little. The column
-true_log_hazard has the log-hazards that outcomes are drawn from.
+The heart wall has calcified lesions of two shapes: solid balls, and shells around a soft core. Calcified volume and HU
+are drawn from the same distributions for both shapes. Only shells and age raise the hazard, so the number, volume and
+Agatston score of the lesions predict little. The column true_log_hazard contains the log-hazards from which the
+outcomes are drawn.
 """
 
 import argparse
@@ -16,15 +17,15 @@ from numpy.random import Generator
 from tasks.survival.report import concordance
 from utils.cli import InputError, real, whole
 
-# field of view in mm, and slice thickness relative to the in-plane voxel size
+# CT field of view in mm, lowest and highest ratio of slice thickness to in-plane voxel size, heart's semi-axes in mm
 FIELD = (160.0, 160.0, 128.0)
 THICKNESS = (1.0, 1.2)
 HEART = np.array([52.0, 50.0, 46.0])
 FOLDS = 5
-# first event and last follow-up of the real cohort, and earliest censoring here, in days
+# in days: first event and last follow-up in the real cohort that is imitated, earliest censoring in the synthetic one
 FIRST_DAY, LAST_DAY, FIRST_CENSORED = 34, 2447, 300
 WEIBULL_SHAPE = 1.3
-# standard deviation of the log-hazard, and the share of its variance due to age rather than shells
+# standard deviation of the log-hazard, and the fraction of its variance due to age; the rest is due to the shells
 SPREAD, AGE_SHARE = 2.0, 0.3
 
 
@@ -38,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: int, seed: int) -> None:
-    """Write CTs, masks and table; print C of the true risk and simple predictors. Raises InputError if out is used."""
+    """Write CTs, masks and dataset.csv into `out`; print Harrell's C of the true risk and of simple predictors.
+
+    event_rate: fraction of patients with an event. matrix: voxels along a CT's first axis. Raises InputError if `out`
+    already contains a dataset.csv.
+    """
     if (out / "dataset.csv").exists():
         raise InputError(f"{out}: holds a data set already; choose another folder or delete it")
     for folder in ("scans", "masks"):
@@ -64,7 +69,7 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
         row |= {f"Fold_{k + 1}": "val" if fold[i] == k else "train" for k in range(FOLDS)}
         row |= {"Age": "" if rng.random() < 0.03 else int(age[i]), "Sex": rng.choice(["female", "male"])}
         rows.append(row | measured | {"true_log_hazard": log_hazard[i]})
-    # the table is renamed into place last, so if it exists, the data set is complete
+    # dataset.csv gets its name after everything else is written, so if it exists, the data set is complete
     unfinished = out / ".dataset.csv.tmp"
     pd.DataFrame(rows).to_csv(unfinished, index=False)
     unfinished.replace(out / "dataset.csv")
@@ -78,14 +83,18 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
 def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) -> tuple[np.ndarray, np.ndarray]:
     unscaled = (-np.log(rng.random(len(log_hazard))) * np.exp(-log_hazard)) ** (1 / WEIBULL_SHAPE)
     censored = rng.uniform(FIRST_CENSORED, LAST_DAY, len(log_hazard))
-    # the largest scale of event times at which a share event_rate of them precedes censoring
+    # scale the event times such that the fraction event_rate of the patients has the event before censoring
     scale = np.quantile(censored / unscaled, 1 - event_rate)
     days = scale * unscaled
     return np.clip(np.ceil(np.minimum(days, censored)), FIRST_DAY, LAST_DAY).astype(int), days <= censored
 
 
 def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: int) -> dict:
-    """Write a CT and its heart mask. kinds: whether each lesion is a shell."""
+    """Write a CT and its heart mask; return the lesions' Agatston score, volume in mm3 and number.
+
+    names: paths of the CT ("path") and the mask ("mask") in the folder `out`. kinds: for each lesion, True for a shell
+    and False for a ball. matrix: voxels along the CT's first axis.
+    """
     import nibabel
 
     voxel = FIELD[0] / matrix * np.array([1, 1, rng.uniform(*THICKNESS)])
@@ -108,7 +117,7 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: 
         else:
             continue
         places.append(place)
-        # the voxels nearest to the lesion's centre, or nearest to a sphere around it for a shell
+        # a ball consists of the voxels nearest to its centre, a shell of those nearest to a sphere around its centre
         voxels = int(rng.integers(50, 90))
         radius = math.sqrt(voxels / (4 * math.pi)) if is_shell else 0
         nearest = np.argsort(np.abs(np.linalg.norm(grid - place, axis=-1) - radius), axis=None)[:voxels]
