@@ -1,4 +1,4 @@
-"""Distributed training on one process or many: process group, data loader, reductions, learning rate, stop signals."""
+"""Training in one process or many: process group, data loader, reductions, learning rate, stop signals."""
 
 import atexit
 import contextlib
@@ -58,7 +58,7 @@ class Ranks:
         return self.rank == 0
 
     def wait_for_main(self, what: str) -> None:
-        """All ranks: wait until rank 0 calls this, without a timeout. If rank 0 dies, the launcher kills the others."""
+        """All ranks: wait, with no timeout, until rank 0 calls this. If rank 0 dies, the launcher kills the others."""
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
@@ -67,8 +67,8 @@ class Ranks:
             self.store.wait([what], timedelta(days=7))
 
     def record_position(self, place: str) -> None:
-        """Record what this rank is doing in the store, so that other ranks can print it if this rank hangs."""
-        # limit all ranks together to 4000 writes a second, because rank 0 serves the store
+        """Write what this rank is doing to the store, so that other ranks can print it if this rank hangs."""
+        # all ranks together make at most 4000 writes a second, because rank 0 serves the store
         now = time.monotonic()
         if self.store and now - self.noted[0] > self.world_size / 4000:
             self.store.set(f"place of {self.rank}", place)
@@ -78,7 +78,7 @@ class Ranks:
 def read_environment() -> tuple[int, int, int, str]:
     """Return (rank, local_rank, world_size, launcher), read from the environment variables that the launcher sets.
 
-    Without a launcher: (0, 0, 1, "python"). Raises InputError if a variable is not a number.
+    Without a launcher, returns (0, 0, 1, "python"). Raises InputError if a variable is not a number.
     """
     env = os.environ
 
@@ -114,7 +114,7 @@ def _is_loopback(host: str) -> bool:
 
 def _address_towards(host: str) -> str:
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        # connecting a datagram socket sends nothing, it only looks up the route
+        # connecting a datagram socket sends nothing; it only looks up the route
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
@@ -122,10 +122,10 @@ def _address_towards(host: str) -> str:
 
 
 def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
-    """All ranks, if there are several nodes: set GLOO_SOCKET_IFNAME where gloo would choose the loopback interface.
+    """All ranks, with several nodes: set GLOO_SOCKET_IFNAME where gloo would choose the loopback interface.
 
-    gloo listens at the address of the machine's own host name. On Debian that is 127.0.1.1, which other nodes cannot
-    reach.
+    gloo listens at the address that the machine's own host name resolves to. On Debian that is 127.0.1.1, which other
+    nodes cannot reach.
     """
     if rank == world_size - 1:
         store.set("address of the last node", _address_towards(os.environ["MASTER_ADDR"]))
@@ -146,17 +146,17 @@ def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
-    """Context manager that joins the process group and leaves it, also after an error.
+    """Context manager that joins the process group and leaves it at the end, even after an error.
 
-    timeout: seconds that a collective waits for a rank. Use DDP only in functions called inside the `with` block: torch
-    2.13 aborts about one exit in eight if a DDP wrapper outlives the process group.
+    timeout: seconds that a collective waits for the other ranks. Use DDP only in functions called inside the `with`
+    block: with torch 2.13, about one exit in eight aborts if a DDP wrapper outlives the process group.
     """
     faulthandler.enable()
     rank, local_rank, world_size, launcher = read_environment()
     device = torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus:
-        # srun may make a single GPU visible to each of its tasks
+        # srun may let each of its tasks see only one GPU
         alone = gpus == 1 and launcher == "srun"
         device = torch.device("cuda", 0 if alone else local_rank)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
@@ -168,12 +168,12 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
     store = None
     if world_size > 1:
-        # enable torch's flight recorder: on a timeout NCCL dumps the last collectives, which `torchfrtrace` displays
+        # enable torch's flight recorder: on a timeout, NCCL dumps the last collectives, for `torchfrtrace` to display
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if gpus and dist.is_nccl_available() else "gloo"
         limit = timedelta(seconds=timeout)
         if world_size > 64:
-            # make gloo connect two ranks only when they first communicate: connecting all pairs of 4096 takes minutes
+            # make gloo connect two ranks only when they first communicate: connecting every pair of 4096 takes minutes
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
@@ -217,10 +217,10 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
 
 def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> None:
-    """After a failed collective, print the ranks that hang or were killed, i.e. that neither crashed nor timed out."""
+    """After a failed collective, print which ranks neither crashed nor timed out: they hang or were killed."""
     with contextlib.suppress(RuntimeError):
         ranks.store.set(f"rank {ranks.rank} has ended", "")
-        # gloo reports "pair closure" if the timeout of another message closed the connection
+        # gloo reports "pair closure" if the connection was closed because another message timed out
         if not isinstance(error, dist.DistError) and not re.search("gloo|caused pair closure", str(error)):
             return
         first = ranks.store.add("ranks that gave up", 1) == 1
@@ -246,7 +246,7 @@ def print_main(*values) -> None:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Context manager that blocks stop signals while DataLoader workers start, until the workers ignore the signals."""
+    """Context manager that blocks stop signals while DataLoader workers start and do not yet ignore them."""
     signals = {signal.SIGTERM, signal.SIGINT}
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -258,16 +258,16 @@ def hold_signals() -> Iterator[None]:
 
 
 def _ignore_stop_signals(_: int) -> None:
-    """Make a DataLoader worker ignore Ctrl-C and SIGTERM, which reach all processes: the training process stops it."""
+    """Make a DataLoader worker ignore Ctrl-C and SIGTERM, which reach all processes; the training process stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @atexit.register
 def _kill_workers() -> None:
-    """Kill DataLoader workers at exit: Python would send SIGTERM, which workers ignore, and wait for them.
+    """Kill DataLoader workers at exit: Python would send SIGTERM, which they ignore, and then wait for them.
 
-    Resetting the SIGCHLD handler first stops torch from reporting the workers as killed.
+    The SIGCHLD handler is reset first so that torch does not report the workers as killed.
     """
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -287,12 +287,13 @@ def create_distributed_dataloader(
     groups: ImageGroups | None = None,
     **options,
 ) -> DataLoader:
-    """Create a DataLoader over this rank's samples, in batches of at most `batch_size` (guide 2's function name).
+    """Create a DataLoader over this rank's samples, in batches of at most `batch_size`.
 
-    With `train`, samples are shuffled, with `effective_batch_size` samples over all ranks per optimizer step;
-    `loader.batch_sampler.set_position(epoch)` must be called before each epoch, as Training.steps() does. Otherwise
-    samples come in order, without padding. A data set that augments must seed its generator with (seed, index.epoch,
-    index), see utils.sampler.Index, so that a sample is the same on any number of processes and after a resume.
+    With `train`, samples are shuffled, and an optimizer step takes `effective_batch_size` samples over all ranks; call
+    `loader.batch_sampler.set_position(epoch)` before each epoch, as Training.steps() does. Otherwise samples come in
+    order, without padding. A data set that augments must seed its generator with (seed, index.epoch, index), see
+    utils.sampler.Index, so that a sample is the same on any number of processes and after a resume. The function is
+    named after the one in the published survival training guide (guide 2).
     """
     rank, world_size = world()
     if train:
@@ -308,7 +309,7 @@ def create_distributed_dataloader(
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),
-        # a private generator: DataLoader would draw from torch's global one at each epoch, and again after a resume
+        # a separate generator: DataLoader would draw from torch's global one at each epoch, and again after a resume
         generator=torch.Generator().manual_seed(seed % 2**63),
         **options,
     )
@@ -350,10 +351,10 @@ def _receive(rank: int, tag: int) -> bytes:
 
 
 def combine(value, merge: Callable, tag: int = 0):
-    """All ranks: all-reduce picklable values. merge(a, b) combines two values, of which `a` is from lower ranks.
+    """All ranks: all-reduce picklable values. merge(a, b) combines two values; `a` comes from lower ranks than `b`.
 
-    Values are reduced up a binomial tree and the result is broadcast down it: 2 log2(ranks) messages in sequence,
-    instead of 2 (ranks - 1) with the ring that gloo's all-reduce and all-gather use.
+    Values are reduced up a binomial tree and the result is broadcast down the tree. This takes 2 log2(ranks) messages
+    in sequence; the ring in gloo's all-reduce and all-gather takes 2 (ranks - 1).
     """
     rank, world_size = world()
     if world_size == 1:
@@ -379,14 +380,14 @@ def _add_lists(one: list[float], other: list[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-# a single thread runs begin_sum()'s sums in the background; its messages have their own tag
+# a single thread computes the sums of begin_sum() in the background; its messages have their own tag
 _BACKGROUND = ThreadPoolExecutor(1)
 
 
 def begin_sum(values: list[float]) -> Callable[[], list[float]]:
-    """All ranks: start to sum `values` elementwise over the ranks in the background.
+    """All ranks: start to sum `values` elementwise over the ranks, in the background.
 
-    Returns a function that waits for the sum. Every rank must call begin_sum() in the same order.
+    Returns a function that waits for the sums and returns them. Every rank must start its sums in the same order.
     """
     if not dist.is_initialized():
         return lambda: values
@@ -445,7 +446,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     if first:
         descriptor, path = tempfile.mkstemp()
         try:
-            # allocate the disk space now: on a full disk, a later write to the array would crash the process
+            # allocate the disk space now: if the disk filled up, a later write to the array would crash the process
             getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(descriptor, 0, size)
         except OSError:
             os.unlink(path)
@@ -455,7 +456,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     try:
         return np.memmap(path, np.uint8, "r+", shape=(size,)) if path else None
     except OSError:
-        # the path comes from another machine with the same host name
+        # `path` is on another machine that has the same host name, so the file does not exist here
         return None
     finally:
         gather_objects(None)
@@ -480,7 +481,7 @@ def agree_on_errors() -> Iterator[None]:
 def check_same_weights(state: dict[str, Tensor]) -> None:
     """All ranks: compare checksums of the weights between ranks. Raises RunError on all ranks if the weights differ.
 
-    If a bit flips in a GPU's memory, one rank's weights drift away from the others, and no loss reveals it.
+    If a bit flips in one rank's GPU memory, its weights drift away from those of the others, and no loss reveals it.
     """
     if world()[1] == 1:
         return
@@ -502,7 +503,7 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
 
 
 def round_for_exact_sum(values: Tensor) -> Tensor:
-    """Round values to multiples of 2**-40, in float64; NaN and infinity stay.
+    """Round values to multiples of 2**-40, in float64. NaN and infinity stay as they are.
 
     Adding rounded values is exact while the sums stay below 2**13, so neither the order nor the grouping of the
     additions changes a bit. ExactEngine rounds gradients in the same way.
@@ -514,15 +515,15 @@ def round_for_exact_sum(values: Tensor) -> Tensor:
 
 
 def scale_learning_rate(base: float, times: float, rule: str) -> float:
-    """Scale a learning rate for a batch that is `times` as large.
+    """Scale a learning rate for a batch size multiplied by `times`.
 
-    rule "linear": `effective_lr = base_lr * world_size` in the published guide 0.
+    rule: "linear" is that of the published PRS-Med training guide (guide 0), effective_lr = base_lr * world_size.
     """
     return base * {"linear": times, "sqrt": math.sqrt(times), "none": 1}[rule]
 
 
 def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Return the learning rate factor at `step` (from 0): linear warm-up, then constant or a cosine decay to 0."""
+    """Return the factor of the learning rate at `step` (from 0): linear warm-up, then constant or cosine decay to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":
@@ -532,9 +533,9 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
 
 
 class StopSignal:
-    """Handles stop signals: SIGTERM sets `code` to 143, Ctrl-C to 130; the training loop checks it before each step.
+    """Handles stop signals: SIGTERM sets `code` to 143, Ctrl-C to 130. The training loop reads `code` before each step.
 
-    at_once: if this message is set, a signal prints it and exits immediately.
+    at_once: if this message is set, a signal prints it and ends the process immediately.
     """
 
     code = 0
@@ -551,7 +552,7 @@ class StopSignal:
 
     def _note(self, number: int, _frame) -> None:
         self.code = 130 if number == signal.SIGINT else 143
-        # DataLoader workers inherit this signal handler but must neither print the message nor exit
+        # DataLoader workers inherit this handler, but must neither print the message nor exit
         if self.at_once is not None and get_worker_info() is None:
             os.write(1, self.at_once)
             os._exit(self.code)

@@ -33,7 +33,7 @@ def usable_cores() -> int:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse instead of returning it to the system; no effect without glibc.
 
-    Otherwise, mapping the memory of large tensors again in each step takes up to 10 % of the training time on a CPU.
+    Otherwise, remapping the memory of large tensors in each step takes up to 10 % of the training time on a CPU.
     """
     with contextlib.suppress(AttributeError, TypeError):
         # mallopt parameters: -3 is M_MMAP_THRESHOLD, for which glibc accepts at most 32 MiB; -1 is M_TRIM_THRESHOLD
@@ -66,7 +66,7 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
 def set_precision(
     wanted: str, device: torch.device, deterministic: bool, convolves_3d: bool = False
 ) -> tuple[str, str]:
-    """Choose the precision, configure torch for it and for --deterministic; return (precision, text for the banner).
+    """Choose the precision and configure torch for it and for --deterministic; return (precision, text for the banner).
 
     convolves_3d: whether the model contains 3D convolutions, which torch computes incorrectly in bf16 on a CPU. Raises
     InputError for an unsupported precision.
@@ -85,8 +85,8 @@ def set_precision(
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
     if deterministic:
-        # Deterministic cuBLAS also needs the variable CUBLAS_WORKSPACE_CONFIG, which Parser.parse() in utils/cli.py has
-        # set.
+        # Deterministic cuBLAS also needs the environment variable CUBLAS_WORKSPACE_CONFIG, which Parser.parse()
+        # (utils/cli.py) has set.
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         else:
@@ -108,7 +108,7 @@ def set_precision(
 def check_accelerate(accumulation: int) -> None:
     """Raise InputError if `accelerate launch` or its config file has settings that this project does not support.
 
-    accumulation: the script's --gradient_accumulation_steps, which a value set for `accelerate launch` must equal.
+    accumulation: the script's --gradient_accumulation_steps, which must match any value given to `accelerate launch`.
     """
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
@@ -148,8 +148,8 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (GIB if sys.platform == "darwin" else 2**20)
 
 
-# Matches the out-of-memory messages of CUDA, NCCL, cuBLAS and cuDNN, some of which only say that a handle or an engine
-# could not be created, and those of the host allocators of torch, oneDNN, C++ and NumPy.
+# Matches the out-of-memory messages of CUDA, NCCL, cuBLAS and cuDNN, and of the host allocators of torch, oneDNN, C++
+# and NumPy. Some only say that an object, such as a handle or an engine, could not be created.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|_ALLOC_FAILED|ALLOCATION_FAILED|cublasCreate|Failed to CUDA \w*alloc|nable to find an engine"
     r"|nable to find a valid cuDNN|can't allocate memory|not enough memory|could not create a (primitive|memory object)"

@@ -1,4 +1,4 @@
-"""CompressedAD: train a transformer on recordings of agents that learn, so that it learns new tasks from its context.
+"""CompressedAD: train a transformer on recordings of learning agents, so that it learns new tasks from its context.
 
 The script implements a published multi-GPU guide (guide 4): https://github.com/tommyma3/CCCAD
 
@@ -20,13 +20,13 @@ from utils.cli import Parser, add_common_arguments, launch_workers, real, run_ma
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
-# flags that define the model and its data; in a resumed run their values come from the checkpoint
+# flags that define the model and its data; a resumed run takes their values from the checkpoint
 MODEL_FLAGS = tuple(
     "model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward encoder_n_layer n_latent n_transit shift from_start "
     "max_compression_depth objective split_seed env".split()
 )
 VAL_AGENTS = 5
-# constant in the random seeds of acting agents, so that their random numbers differ from those for other uses of --seed
+# constant in the random seeds of acting agents, so that their random numbers differ from others drawn from --seed
 ACTING = 5
 
 
@@ -136,9 +136,9 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Transform the tokens x (B, N, D), which attend to earlier tokens and to each other.
 
-        Earlier tokens are given either as memory (B, M, D) or as cache (2, B, heads, slots, D / heads), whose first
-        `cached` slots contain their keys and values; the keys and values of x are written to the following slots. mask
-        (..., N, earlier tokens + N): True where attention is allowed.
+        The earlier tokens are given as memory (B, M, D) or as cache (2, B, heads, slots, D / heads). The first `cached`
+        slots of the cache contain their keys and values; those of x are written to the next slots. mask (..., N,
+        earlier tokens + N): True where attention is allowed.
         """
         normed = self.norm(x)
         source = normed if memory is None else torch.cat([self.norm(memory), normed], 1)
@@ -158,9 +158,9 @@ class InContextNet(nn.Module):
     """Transformer that predicts an agent's action from the agent's past (Algorithm Distillation, Laskin et al. 2022).
 
     Each past transition (state, action, reward, next state) is one token, and each state in which to act is one query
-    token. When the context is full, after n_transit transitions, an encoder compresses it and the latent tokens of the
-    previous compression into new latent tokens, so the past can be arbitrarily long. With n_latent = 0, nothing is
-    compressed, and transitions that leave the context are forgotten, as in plain Algorithm Distillation.
+    token. Once the context is full (n_transit transitions), an encoder compresses it, together with the latent tokens
+    of the previous compression, into new latent tokens; the past can thus be arbitrarily long. With n_latent = 0,
+    nothing is compressed, and transitions that leave the context are forgotten, as in plain Algorithm Distillation.
     """
 
     def __init__(self, env: Env, args: Namespace):
@@ -185,7 +185,7 @@ class InContextNet(nn.Module):
             self.encoder_norm = nn.LayerNorm(dim)
 
     def compile(self) -> None:
-        """Compile each layer for dynamic shapes: samples have different numbers of blocks, so the batch size varies."""
+        """Compile each layer for dynamic shapes, because the number of samples to compress varies between calls."""
         for layer in self.modules():
             if isinstance(layer, Layer):
                 layer.compile(dynamic=True)
@@ -205,10 +205,10 @@ class InContextNet(nn.Module):
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def embed_queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
-        """Embed the cells (B, N) in which to act as query tokens (B, N, D).
+        """Return query tokens (B, N, D) for the cells (B, N) in which to act.
 
-        A query gets the positional embedding of the transition that the action will lead to. first: position of the
-        first query in the context.
+        A query gets the positional embedding of the transition that its action will lead to. first: the first query's
+        position in the context.
         """
         cells = cells.long()
         embedded = self.embed_query(self.encode(cells, shift, self.positions.dtype) if self.codes else cells)
@@ -229,11 +229,12 @@ class InContextNet(nn.Module):
     def forward(self, batch: dict) -> Tensor:
         """Return action logits (B, n_transit, actions) for each position of the context, given all earlier transitions.
 
-        batch: a dict. cells (B, blocks + 1, n_transit, 3): cell, action and next cell of each transition, first for the
-        blocks to compress, oldest first, and last for the context. rewards (B, blocks + 1, n_transit): reward of each
-        transition. depth (B,): number of blocks to compress in each sample, in descending order. compressed: list of
-        the number of samples that have a first block, a second block, and so on. length (B,): number of transitions in
-        the context. shift (B, 2): rows and columns by which each sample's room is moved.
+        batch: a dict with the following entries. cells (B, blocks + 1, n_transit, 3): cell, action and next cell of
+        each transition; the blocks to compress come first, oldest first, and the context last.
+        rewards (B, blocks + 1, n_transit): reward of each transition. depth (B,): number of blocks to compress in each
+        sample, in descending order. compressed: list of how many samples have at least one block, at least two, and so
+        on. length (B,): number of transitions in the context. shift (B, 2): rows and columns by which each sample's
+        room is moved.
         """
         cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
         context = self.embed_transitions(cells[:, -1], rewards[:, -1], shift)
@@ -247,10 +248,10 @@ class InContextNet(nn.Module):
         return self.head(x[:, -self.n_transit :])
 
     def _compress_blocks(self, cells: Tensor, rewards: Tensor, shift: Tensor, compressed: list[int]) -> Tensor:
-        """Compress the blocks of the samples that have any, which come first in the batch; return their latent tokens.
+        """Compress the blocks of the samples that have any (they come first in the batch); return the latent tokens.
 
-        If no sample has a block, the first sample is compressed nevertheless, for two reasons: DDP needs a gradient of
-        the encoder, even if zero, from every rank, and flash attention rejects empty batches
+        If no sample has a block, the first sample is compressed all the same: DDP needs a gradient of the encoder (even
+        a zero one) from every rank, and flash attention rejects empty batches
         (github.com/pytorch/pytorch/issues/133780).
         """
         first, *later = compressed
@@ -266,11 +267,10 @@ class InContextNet(nn.Module):
 def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
     """Return the attention mask (B, 1, N, N) of the token sequence [latents | context | queries].
 
-    An element is True if the token of its row may attend to the token of its column. Each token attends to the latents
-    and to itself; context tokens and queries also attend to all earlier context tokens. Padding tokens (the latents of
-    samples without compressed blocks, and context tokens from position `length` on) are hidden from all other tokens,
-    but attend to themselves, because softmax needs a True in each row. has_past (B,): whether a sample has compressed
-    blocks.
+    Element [i, j] is True if token i may attend to token j. Each token attends to the latents and to itself; context
+    tokens and queries also attend to all earlier context tokens. Padding tokens (the latents of samples without
+    compressed blocks, and context tokens from position `length` on) are hidden from all other tokens, but each attends
+    to itself, because softmax needs a True in each row. has_past (B,): whether each sample has compressed blocks.
     """
     index = torch.arange(n_latent + 2 * n_transit, device=length.device)
     is_latent, is_query = index < n_latent, index >= n_latent + n_transit
@@ -286,9 +286,9 @@ def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> 
 
 
 def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
-    """Return two float32 tensors (B, n_transit), zero on padding: cross-entropies and correctness of the predictions.
+    """Return the cross-entropy and the correctness of each prediction, two float32 tensors (B, n_transit).
 
-    The correctness is 1 where the network's most likely action is the action to predict, otherwise 0.
+    Correctness is 1 where the most likely action is the action to predict, otherwise 0. Both are 0 on padding.
     """
     target = batch["action"]
     with autocast(target.device, precision):
@@ -302,11 +302,11 @@ def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor
 
 
 class Agents:
-    """A batch of agents that act with the same model, each given its own past transitions.
+    """A batch of agents that act with the same model, each based on its own past transitions.
 
-    Attention keys and values of past tokens are cached. The model should be in float64, in which rounding errors are
-    too small to change an action, so that an agent's actions depend neither on the other agents in the batch nor on the
-    type of GPU.
+    Attention keys and values of past tokens are cached. The model should be in float64: rounding errors are then too
+    small to change an action, so an agent's actions depend neither on the other agents in the batch nor on the type of
+    GPU.
     """
 
     def __init__(self, model: InContextNet, count: int, forget: int):
@@ -315,14 +315,14 @@ class Agents:
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
         self.rewards = like.new_zeros(count, model.n_transit)
-        # in training, rooms are moved by 0 to model.shift rows and columns; the rooms of acting agents are moved by
-        # half of model.shift
+        # during training, each room is moved by 0 to model.shift rows and columns; agents act in rooms moved by half of
+        # model.shift
         self.shift = self.cells.new_full((count, 2), model.shift // 2)
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]
         self.latents: Tensor | None = None
-        # number of transitions in the context, of context transitions whose keys and values are not cached yet, and of
-        # tokens in the cache
+        # numbers of transitions in the context, of those whose keys and values are not cached yet, and of tokens in the
+        # cache
         self.length = self.uncached = self.cached = 0
 
     def act(self, cells: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ class Agents:
 def act_in_context(
     model: InContextNet, env: Env, tasks: list[int], count: int, episodes: int, run: Run, args: Namespace
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All ranks: let agents act for `episodes` episodes, `count` agents per task; the ranks share the agents.
+    """All ranks: let `count` agents per task act for `episodes` episodes; the agents are split among the ranks.
 
     Returns (returns, path). returns (tasks, count, episodes): the sum of rewards in each episode, on every rank. path
     (episodes, horizon + 1): states of the first agent on the first task, valid only on rank 0. An agent's random
@@ -383,7 +383,7 @@ def act_in_context(
         agents = Agents(actor, len(numbers), min(env.horizon, model.n_transit // 2))
         for episode in range(episodes):
             run.heartbeat(f"episode {episode + 1} of an evaluation at step {run.position.step}")
-            # Gumbel noise times the temperature: the argmax of logits + noise is a random action with the probabilities
+            # Gumbel noise times the temperature, so that argmax(logits + noise) samples an action from
             # softmax(logits / temperature)
             uniform = np.stack([rng.random((env.horizon, env.actions)) for rng in rngs], 1)
             noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
@@ -412,7 +412,7 @@ def act_in_context(
 
 @torch.no_grad()
 def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, precision: str, batch_size: int) -> dict:
-    """All ranks: predict the actions in `segments`, which the ranks share.
+    """All ranks: predict the actions in `segments`, which are split among the ranks.
 
     Returns {"loss": mean cross-entropy, "accuracy": fraction of correct actions} over all segments, on every rank.
     """
@@ -433,8 +433,8 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
 def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace) -> dict:
     """All ranks: evaluate the model during training, on each split of the tasks.
 
-    splits: {name: segments of the split's tasks}. Returns {"split/metric": value} with loss, accuracy and returns, on
-    every rank.
+    splits: {name: segments of the split's tasks}. Returns {"split/metric": value} on every rank; the metrics are the
+    loss, the accuracy and those of return_metrics().
     """
     env = splits["val"].histories.env
     tasks = [task for segments in splits.values() for task in segments.tasks.tolist()]
@@ -453,7 +453,8 @@ def test(
 ) -> dict:
     """All ranks: test the model on the unseen tasks; rank 0 prints the table and saves the figure.
 
-    baseline_run: result of report.read_baseline_run(), or {}. Returns {metric: value} on every rank.
+    baseline_run: the result of report.read_baseline_run(), or {} if there is none. Returns {metric: value} on every
+    rank.
     """
     env, tasks = unseen.histories.env, unseen.tasks.tolist()
     returns, path = act_in_context(model, env, tasks, args.eval_seeds, args.eval_episodes, run, args)
@@ -525,8 +526,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         if args.n_latent and not segments.max_depth:
             reason = f"with histories of {histories.steps} steps nothing would be compressed in training"
             raise InputError(f"--n_transit {args.n_transit}: {reason}; halve it, or take --model ad")
-    # the loss on the split "val", which consists of training tasks, selects best.pt; the split "unseen" consists of the
-    # test tasks, which are evaluated during training for information only
+    # the loss on the split "val" (training tasks) selects best.pt; the split "unseen" (test tasks) is evaluated during
+    # training for information only
     splits = {"val": train_tasks[: len(unseen_tasks)], "unseen": unseen_tasks}
     splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
     model = build_model(args, precision, ranks.device, histories.env)
@@ -572,7 +573,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         while not training.is_over():
             model.train()
             for step in training.steps(loader, count):
-                # weight of one action in the step's mean loss, which covers the actions on all ranks
+                # each action's weight in the step's loss (the mean over the actions on all ranks)
                 weight = 1 / step.totals[0]
                 for micro_batch in step.micro_batches():
                     losses, right = action_losses(engine.wrapped, micro_batch, precision)
@@ -582,7 +583,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
                 )
             if training.stopped:
                 return training.save_and_stop()
-            # training.steps() also ends at the end of an epoch, which alone does not trigger an evaluation
+            # training.steps() also ends after each epoch, even if no evaluation is due
             due = training.evaluation_due or training.is_over()
             metrics = evaluate(model, splits, run, precision, args) if due else {}
             training.record(metrics, headline="val/loss", lower=True)

@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def best_names(self) -> tuple[str, str]:
-        """File names of the stage's best checkpoint: the one in the published training guide (guide 3), and best.pt."""
+        """File names of the stage's best checkpoint: as in the published training guide (guide 3), and best.pt."""
         return f"{self.name}_best.pt", "best.pt"
 
     @property
@@ -353,7 +353,7 @@ class XrayEncoder(nn.Module):
 class Block(nn.Module):
     """Transformer block: self-attention, cross-attention to X-ray tokens and an MLP.
 
-    Each of the three parts is conditioned by AdaLN-Zero (Peebles & Xie 2023).
+    Each of the three parts is conditioned through AdaLN-Zero (Peebles & Xie 2023).
     """
 
     def __init__(self, dim: int, heads: int):
@@ -492,8 +492,8 @@ class StageNet(nn.Module):
 
 # fraction of training samples at the last timestep, where the network learns to predict the volume in one step
 LAST_SHARE = 0.5
-# standard deviation of the noise that hides errors of the previous stage's volume: maximum in training, value in
-# sampling
+# standard deviation of the noise that hides errors of the previous stage's volume: maximum during training, value
+# during sampling
 PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
 # number of noise levels at which each validation patient is evaluated
 LOSS_DRAWS = 4
@@ -504,10 +504,10 @@ def hashed_normal(shape: tuple, seeds: Tensor, stream: int | Tensor) -> Tensor:
     """Return Gaussian noise (B, *shape[1:]) that is the same on any device, except for the last bit of a logarithm.
 
     Each value is a function of the sample's seed, the stream number and the value's position. seeds: (B,), integers.
-    stream: number that tells apart noise for different purposes, an int or (B,).
+    stream: number that distinguishes noise for different purposes, an int or (B,).
 
     A counter is hashed by splitmix64 (Steele et al. 2014) and converted by the Box-Muller transform. torch's generator
-    is not used, because its output on CUDA depends on the GPU's number of multiprocessors.
+    is not used, because on CUDA its output depends on how many multiprocessors the GPU has.
     """
     count = math.prod(shape[1:])
     # the hash relies on int64 overflow, which wraps around; the masks in _mix() turn arithmetic right shifts into
@@ -526,14 +526,14 @@ def _mix(k: Tensor) -> Tensor:
 
 
 class Cascade(nn.Module):
-    """Networks of all stages up to the one in training, with their diffusion process.
+    """Networks of all stages up to the one being trained, with their diffusion process.
 
-    net: the network in training. averaged: the EMA copy of each stage's network.
+    net: the network being trained. averaged: the EMA copy of each stage's network.
 
-    Each stage refines a start volume by generating the residual (true volume - start volume) / std, where std is the
-    root mean square error of the stage's start volumes. The first stage starts from the linear posterior, a ridge
-    regression from X-rays to volumes. Each later stage starts from the previous stage's volume, resampled to the later
-    stage's voxel grid. By default, start volumes are corrected to agree with the X-rays.
+    Each stage refines a start volume by generating the residual (true volume - start volume) / std; std is the root
+    mean square error of the stage's start volumes. The first stage starts from the linear posterior, a ridge regression
+    from X-rays to volumes. Each later stage starts from the previous stage's volume, resampled to the later stage's
+    voxel grid. By default, start volumes are corrected to agree with the X-rays.
 
     With v-prediction, the network gets zeros at the last timestep instead of an input that is almost pure noise. At
     this timestep the network learns to predict the mean of all volumes that are possible for the X-rays, which has the
@@ -573,7 +573,7 @@ class Cascade(nn.Module):
 
     @torch.no_grad()
     def average(self, steps: int) -> None:
-        """Update the EMA weights of the stage in training. steps: number of optimizer steps in this stage so far."""
+        """Update the EMA weights of the stage being trained. steps: number of optimizer steps in this stage so far."""
         decay = min(self.args.ema_decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_(list(self.averaged[-1].parameters()), list(self.net.parameters()), 1 - decay)
 
@@ -630,9 +630,9 @@ class Cascade(nn.Module):
     ) -> list[Tensor]:
         """Sample volumes by DDIM (Song et al. 2021); return a list with one tensor (B, 1, X, Y, Z) per stage.
 
-        stages: run only the first `stages` stages; None: run all. number: index of the sample, an int or (B,); the
-        noise depends only on this index, the stage and the patient's seed. one_step: use a single denoising step per
-        stage.
+        stages: number of stages to run, starting with the first; None runs all. number: index of the sample, an int or
+        (B,); the noise depends only on this index, the stage and the patient's seed. one_step: use a single denoising
+        step per stage.
         """
         volumes: list[Tensor] = []
         every = self.args.num_timesteps // self.args.ddim_steps
@@ -682,16 +682,16 @@ def volume_of(batch: dict) -> Tensor:
 
 
 def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor | None = None) -> tuple:
-    """Return the diffusion loss and the physics loss of each patient for the stage in training, both (B,) fp32.
+    """Return the diffusion loss and the physics loss of each patient for the stage being trained, both (B,) fp32.
 
     The diffusion loss is the mean squared error of the predicted velocity v, or of the noise with
     --no-v_parameterization. The physics loss is the projection error of the clean volume that the prediction implies.
     It is weighted by alpha_bar(t), the squared signal scale at timestep t, because the clean volume is only a guess at
     high noise.
 
-    draw (B,): None in training, where timesteps are random. In validation, index of the noise level to evaluate, from 0
-    to LOSS_DRAWS - 1; the timestep for an index differs between patients, so that all patients together cover the
-    timesteps evenly.
+    draw (B,): None during training, where timesteps are random. During validation, index of the noise level to
+    evaluate, from 0 to LOSS_DRAWS - 1; the timestep for an index differs between patients, so that all patients
+    together cover the timesteps evenly.
     """
     args, k, last = cascade.args, cascade.current, cascade.last
     if draw is None:
@@ -729,9 +729,9 @@ TISSUES = {"lung": (-950, -500), "soft": (-200, 200), "bone": (200, 3000)}
 
 
 def eval_batches(run: Run, dataset: XrayCtDataset | Subset, cascade: Cascade) -> Iterator[dict]:
-    """Yield this rank's batches of a data set for evaluation, on the rank's device.
+    """Yield this rank's batches of a data set for evaluation, moved to the rank's device.
 
-    Call on all ranks, which share the patients. The batch size suits the voxel grid of the stage in training.
+    Call on all ranks: the patients are split among them. The batch size suits the current stage's voxel grid.
     """
     args, size = cascade.args, cascade.stages[cascade.current].eval_batch
     workers = 0 if args.cache_in_memory else args.num_workers
@@ -739,10 +739,10 @@ def eval_batches(run: Run, dataset: XrayCtDataset | Subset, cascade: Cascade) ->
 
 
 def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
-    """Yield `times` copies of a batch, two concatenated at a time, together with the copy numbers.
+    """Repeat a batch: yield the copies, concatenated in pairs, together with the copy numbers.
 
-    The copy numbers (0 to times - 1) are a tensor with one entry for each patient in the concatenated copies. Two
-    copies at a time are faster on a CPU than one. Values that are not tensors are dropped.
+    times: number of copies. The copy numbers (0 to times - 1) are a tensor with one entry for each patient in the
+    concatenated copies. On a CPU, pairs are faster than single copies. Values that are not tensors are dropped.
     """
     size = len(batch["seed"])
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -759,10 +759,10 @@ def draw_samples(cascade: Cascade, batch: dict) -> Tensor:
 
 @torch.no_grad()
 def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> dict[str, float]:
-    """Return the validation losses val/loss, val/diffusion_loss and val/physics_loss of the stage in training.
+    """Return the validation losses val/loss, val/diffusion_loss and val/physics_loss of the stage being trained.
 
-    The losses are those of the EMA weights. Call on all ranks, which share the patients. All evaluations use the same
-    noise. Raises RunError if the loss is not finite.
+    The losses are those of the EMA weights. Call on all ranks: the patients are split among them. All evaluations use
+    the same noise. Raises RunError if the loss is not finite.
     """
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
     for batch in eval_batches(run, dataset, cascade):
@@ -779,10 +779,10 @@ def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> dict[str, fl
 
 @torch.no_grad()
 def start_error(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """Return the root mean square error of the current stage's start volumes, in volume units (-1..1); at least 0.005.
+    """Return the root mean square error of the current stage's start volumes in volume units (-1..1), at least 0.005.
 
     The start volume is the one that the stage refines. The error is measured on at most 64 training patients. Call on
-    all ranks, which share the patients.
+    all ranks: the patients are split among them.
     """
     few = Subset(dataset, range(min(64, len(dataset))))
     total = torch.zeros(1, dtype=torch.float64)
@@ -827,7 +827,7 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float
     """Return the half width, in standard deviations, of an interval that contains 90 % of the true body voxels.
 
     The interval is centred on the mean of the sampled volumes; the standard deviations are those of z_scores(). The
-    half width is determined on the validation patients. Call on all ranks, which share the patients.
+    half width is determined on the validation patients. Call on all ranks: the patients are split among them.
     """
     # histogram of z-scores with bins of 0.01, because sums of integer counts over the ranks are exact
     counts = torch.zeros(10_000, dtype=torch.int64)
@@ -843,9 +843,10 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float
 def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -> tuple[dict, Tensor | None]:
     """Reconstruct the CTs of a batch by the cascade and by baselines that need no trained network.
 
-    prior_rays (N, P): mean voxel values along the rays of N training patients, to find the one with the most similar
-    X-rays. Returns {row label of the test table: volumes (B, 1, X, Y, Z)} and a tensor of K sampled volumes per patient
-    (K, B, 1, X, Y, Z), which is None with --regression. Raises InputError if a training patient's CT cannot be read.
+    prior_rays (N, P): mean voxel values along the rays of N training patients, used to find the patient with the most
+    similar X-rays. Returns {row label of the test table: volumes (B, 1, X, Y, Z)} and a tensor of K sampled volumes per
+    patient (K, B, 1, X, Y, Z), which is None with --regression. Raises InputError if a training patient's CT cannot be
+    read.
     """
     args, prior, samples = cascade.args, cascade.priors[cascade.current], None
     size = cascade.stages[cascade.current].volume_size
@@ -882,7 +883,7 @@ def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -
 def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
     """Evaluate the test patients, print the table of scores, draw the figure, and return {metric name: value}.
 
-    Call on all ranks, which share the patients. Raises InputError if a patient's files cannot be used.
+    Call on all ranks: the patients are split among them. Raises InputError if a patient's files cannot be used.
     """
     args, size = cascade.args, cascade.stages[cascade.current].volume_size
     metrics, results, example, error = {}, {}, None, None
@@ -895,8 +896,8 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
         try:
             rows, samples = reconstruct(cascade, batch, data, prior_rays)
         except InputError as reason:
-            # raise the error after the loop: if this rank left the loop early, the other ranks would wait for this rank
-            # at its end
+            # raise the error after the loop: if this rank left the loop early, the other ranks would wait for it at the
+            # end of the loop
             error = error or reason
             continue
         found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
@@ -929,8 +930,8 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
 def predict(cascade: Cascade, run: Run, extent: list[float]) -> None:
     """Reconstruct the CTs of the patients in the --predict folder and write them as NIfTI, in HU.
 
-    The files go to predictions/ in the run folder. Call on all ranks, which share the patients. extent: field of view
-    (3,) of the CTs in mm, the mean over the training patients, because X-rays do not show the field of view.
+    The files go to predictions/ in the run folder. Call on all ranks: the patients are split among them. extent: field
+    of view (3,) of the CTs in mm, the mean over the training patients, because X-rays do not show the field of view.
     """
     args, out = cascade.args, run.folder / "predictions"
     checkpoint.make_folder(out)
@@ -1022,8 +1023,7 @@ def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPl
     loader = du.create_distributed_dataloader(
         dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
-    # pass an empty `frozen`: by default, checkpoints omit parameters that require no gradients, and the EMA weights are
-    # such parameters
+    # pass an empty `frozen`: checkpoints would otherwise omit the EMA weights, as they require no gradients
     options = {"saved": run.checkpoint, "frozen": set()}
     optimizer = make_optimizer(cascade, args)
     engine = make_engine(cascade, optimizer, cascade.precision, args, cascade.device, **options)
@@ -1109,7 +1109,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
             if training.is_over():
                 break
         results = test(cascade, data, run)
-        # drop the network in training, so that only the EMA weights are exported
+        # drop the network being trained, so that only the EMA weights are exported
         cascade.net = None
         training.finish(results)
     return 0
@@ -1148,8 +1148,8 @@ def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[
 def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
     saved = run.checkpoint
     if args.predict:
-        # for each --flip_drrs_* flag that is not set, use the setting from training, assuming that X-rays are stored
-        # the same way
+        # for each --flip_drrs_* flag that is not set, use the setting of the training run, assuming that X-rays are
+        # stored the same way
         flips = {name: value for name, value in zip(FLIPS, saved["flips"], strict=True) if getattr(args, name) is None}
         args = with_flags(args, **flips)
     cascade = Cascade(args, run.ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])

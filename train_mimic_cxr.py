@@ -36,7 +36,7 @@ FORMAT = "mimic_cxr/3"
 # flags that define the model; a resumed run uses their values from the checkpoint
 MODEL_FLAGS = ("image_size",)
 MAX_TOKENS = 128
-# default encoders, those of the published training guide (guide 1)
+# default encoders, as in the published training guide (guide 1)
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
 FUSION_LAYERS = 2
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--question", help="with --predict: the question to ask about each image")
     advanced("--head", choices=HEAD_WEIGHT, help="with --predict: answer head; default: by the wording")
 
-    # hidden flags for the YAML keys of the published training guide (guide 1); dataloader_num_workers is the number of
+    # hidden flags for YAML keys of the published training guide (guide 1); --dataloader_num_workers is the number of
     # DataLoader workers per node, --num_workers the number per process
     parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)
     parser.add_argument("--dataloader_num_workers", type=whole(0), help=SUPPRESS)
@@ -156,7 +156,7 @@ from utils.loop import Plan, Run, Training
 from utils.sampler import EvalBatchSampler, ImageGroups
 
 ADVICE = "give --gradient_checkpointing, a smaller --image_size or --deepspeed_config configs/deepspeed_zero3.json"
-# maximum random changes in image augmentation: x and y shifts (fractions of the image side), rotation (radians), and
+# maximum random changes for image augmentation: x and y shifts (fractions of the image side), rotation (radians), and
 # logarithms of the zoom, brightness and gamma factors
 STRENGTH = (0.04, 0.04, 0.1, 0.08, 0.15, 0.2)
 
@@ -221,7 +221,7 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """Encode images (I, 1, S, S), values 0 to 255, as features (I, P, width) of P tokens or P feature-map cells."""
+        """Encode images (I, 1, S, S) with values 0 to 255 as features (I, P, width) of tokens or feature-map cells."""
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
@@ -237,7 +237,7 @@ class ChestModel(nn.Module):
         return features[:, 1:] if "convnext" in encoder.config.model_type else features
 
     def image_tokens(self, image: Tensor) -> Tensor:
-        """Embed images (I, 1, S, S), values 0 to 255, as P tokens each, (I, P, dim); dim is the text encoder's width.
+        """Embed images (I, 1, S, S) with values 0 to 255 as tokens (I, P, dim); dim is the text encoder's width.
 
         If the image encoder is convolutional, the tokens include sine and cosine position embeddings.
         """
@@ -248,9 +248,9 @@ class ChestModel(nn.Module):
         return tokens
 
     def finding_tokens(self, labels: Tensor) -> Tensor:
-        """Embed CheXpert logits (I, 14) as tokens (I, 14, dim), so that the answers can use the predicted labels.
+        """Embed CheXpert logits (I, 14) as tokens (I, 14, dim), so that answers can depend on the predicted labels.
 
-        The logits are detached, so that only the CheXpert loss trains the CheXpert head, not the answer loss.
+        The logits are detached, so that the answer loss does not train the CheXpert head.
         """
         name = torch.eye(len(CHEXPERT), device=labels.device).expand(len(labels), -1, -1)
         return self.findings(torch.cat([name, labels.detach().float().sigmoid().diag_embed()], -1))
@@ -258,8 +258,8 @@ class ChestModel(nn.Module):
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
         """Return fp32 logits: one (B, classes) tensor per answer head, then one (B, 14) tensor for the CheXpert labels.
 
-        image: I images (I, 1, S, S), values 0 to 255. ids, mask: token ids and attention mask (B, T) of B questions.
-        image_of: index of each question's image, integers (B,).
+        image (I, 1, S, S): values 0 to 255. ids, mask (B, T): token ids and attention mask of the questions. image_of
+        (B,): index of each question's image.
         """
         with autocast(image.device, self.precision):
             tokens = self.image_tokens(image)
@@ -281,7 +281,8 @@ class ChestModel(nn.Module):
 def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
     """Return sine and cosine position embeddings (side * side, dim) for a feature map of side x side cells.
 
-    The frequencies span six octaves. Convolutional encoders have no position embeddings of their own.
+    Used for convolutional encoders, which have no position embeddings of their own. The embeddings use up to six
+    frequencies, an octave apart.
     """
     ruler = torch.linspace(-1, 1, side, device=device)
     points = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
@@ -294,8 +295,8 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
     """Load the pretrained Hugging Face encoder at `path` (a folder or a hub name) in fp32.
 
     flag: the flag that set `path`, --image_encoder or --text_encoder. options: changes to the encoder's config; keys
-    that the config lacks are ignored. Raises InputError if loading fails, or if `path` is a text encoder but the flag
-    is --image_encoder, or vice versa.
+    that the config lacks are ignored. Raises InputError if loading fails or if the encoder does not suit the flag (a
+    text encoder for --image_encoder, or vice versa).
     """
     from transformers import AutoConfig, AutoModel, utils
 
@@ -370,7 +371,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
         for encoder in (model.image, model.text):
             layers = next(part for part in encoder.modules() if isinstance(part, nn.ModuleList))
             for layer in layers:
-                # ConvNeXt has no option for activation checkpointing
+                # wrap each layer, because ConvNeXt has no option for activation checkpointing
                 layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
     return model.to(device)
 
@@ -401,12 +402,12 @@ def freeze_unused(model: ChestModel, path: str) -> None:
 
 
 class Questions(Dataset):
-    """Dataset of all questions of a split, or of `limit` questions evenly spaced over the split (0: all).
+    """Dataset of all questions in a split (limit 0), or of `limit` questions evenly spaced over the split.
 
-    An item is only the question's index; the collate function batch() loads the data of a whole batch. The data stay in
+    Items are just question indices; the collate function batch() loads the data of a whole batch. The data stay in
     memory-mapped files, so even 31 million questions need almost no memory per process.
 
-    replacement (studies,): for each study, the index of the study whose image to show instead, or -1 for a black image.
+    replacement (studies,): for each study, the index of the study whose image is shown instead; -1: a black image.
     rows: indices of the questions in the columns of `data`; default: all questions of the split.
     """
 
@@ -485,7 +486,7 @@ def augment(image: Tensor, augmentation: Tensor) -> Tensor:
     """Shift, rotate and zoom images (I, 1, S, S) and change their brightness and gamma; return floats from 0 to 255.
 
     image: values 0 to 255. augmentation (I, 6): the changes of each image, in the order and units of STRENGTH. Images
-    are never mirrored, because questions name left and right.
+    are never mirrored, because questions mention left and right.
     """
     x, y, angle, zoom, gain, gamma = augmentation.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
@@ -513,7 +514,7 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
 
 
 def count_targets(batches: list[dict]) -> list[float]:
-    """Return the number of questions for each answer head and, last, of known CheXpert labels in `batches`."""
+    """Count the questions in `batches` for each answer head and, last, the known CheXpert labels."""
     heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
     known = sum(int(batch["known"].sum()) for batch in batches)
     return [*(heads.tolist() if batches else [0] * len(HEADS)), known]
@@ -522,7 +523,7 @@ def count_targets(batches: list[dict]) -> list[float]:
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
     """Return what a micro-batch contributes to the global batch's total loss, answer loss and CheXpert loss.
 
-    The contributions of all micro-batches on all ranks add up to the losses. The answer loss is a weighted sum over the
+    The contributions of all micro-batches on all ranks sum to these losses. The answer loss is a weighted sum over the
     answer heads; each head's cross-entropy is averaged over the global batch's questions for that head. counts: the
     result of count_targets(), summed over all ranks.
     """
@@ -558,8 +559,8 @@ def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> report.Rows:
     """Answer the questions of `data`; return {column: one value per question}, in the order of the questions.
 
-    Call on all ranks, which share the questions; only rank 0 gets the columns computed by the model. The values do not
-    depend on the number of ranks. Raises RunError on all ranks if a prediction is not finite.
+    Call on all ranks: the questions are split among them, and only rank 0 gets the columns computed by the model. The
+    values do not depend on the number of ranks. Raises RunError on all ranks if a prediction is not finite.
     """
     model.eval()
     own, width = defaultdict(list), max(map(len, HEADS.values()))
@@ -587,9 +588,9 @@ def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: R
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """Return the losses, accuracy and AUROC for a split on every rank, and save a figure of the answers.
+    """Compute the losses, accuracy and AUROC of a split, save a figure of the answers, and return the metrics.
 
-    Call on all ranks, which share the questions.
+    Call on all ranks: the questions are split among them, and every rank gets the metrics.
     """
     rows, metrics = answer_questions(model, data, batch_size, run, args), {}
     # only rank 0 computes the metrics and then broadcasts them, so that all ranks make the same decisions
@@ -603,8 +604,8 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
     """Compute image features for the baselines: return {baseline: features (N, D)} on rank 0 and {} on other ranks.
 
-    Call on all ranks, which share the images. studies: indices (N,) of the studies. The baseline "encoder" uses the
-    image encoder as it was before training.
+    Call on all ranks: the images are split among them. studies (N,): indices of the studies. The baseline "encoder"
+    uses the image encoder as it was before training.
     """
     untrained = load_encoder(args.image_encoder, "--image_encoder").to(model.device).eval()
     own = defaultdict(list)
@@ -620,9 +621,9 @@ def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch
 
 
 def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """Compare the model with baselines and ablations on a split; print tables, save a figure, return the metrics.
+    """Compare the model with baselines and ablations on a split; print tables, save a figure and return the metrics.
 
-    Call on all ranks. The ranks share the forward passes; rank 0 fits the baselines, prints the tables and, with
+    Call on all ranks: the forward passes are split among them. Rank 0 fits the baselines, prints the tables and, with
     --save_predictions, writes predictions_<split>.parquet. Every rank gets the metrics.
     """
     data = sets[split].data
@@ -678,7 +679,7 @@ def head_for(question: str) -> str:
 def predict(model: ChestModel, run: Run, args: Namespace) -> None:
     """Answer the questions set by --predict and --question; write the answers and findings to predictions.csv.
 
-    Call on all ranks, which share the questions; rank 0 writes the file. Unreadable images are skipped with a warning.
+    Call on all ranks: the questions are split among them. Unreadable images are skipped with a warning.
     Raises InputError if all images are unreadable or if a question needs an answer head that has not been trained.
     """
     asked = tables.list_questions(args.predict, args.question)
@@ -755,9 +756,9 @@ def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
 
 
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
-    """Return {flag: value} for flags that are not set: based on the hardware with --auto_optimize, otherwise DEFAULTS.
+    """Return {flag: value} for flags that are not set, chosen by hardware (--auto_optimize) or from DEFAULTS.
 
-    The choice based on the hardware follows the published training guide (guide 1). memory: lowest GPU memory in GiB.
+    The choice by hardware follows the published training guide (guide 1). memory: lowest GPU memory in GiB.
     compute: lowest compute capability of the GPUs. Both are None without GPUs. node: (CPU cores, available RAM in GiB,
     number of processes that share the cores and the RAM).
     """
@@ -851,7 +852,7 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 class Settings:
     """Settings of a run, resolved from flags, config files and hardware before the data and the model are loaded.
 
-    args: the flags, including those chosen for the hardware. precision: "no", "fp16" or "bf16". config: the DeepSpeed
+    args: the flags, including those chosen by hardware. precision: "no", "fp16" or "bf16". config: the DeepSpeed
     config, or {} to train without DeepSpeed. banner: {title: text}, printed when training starts.
     """
 
@@ -891,7 +892,7 @@ def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
 
 
 def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
-    """Return {split: Questions data set}, limited by --max_samples and, for validation in training, by --eval_samples.
+    """Return {split: Questions}, limited by --max_samples and, for validation during training, by --eval_samples.
 
     Raises InputError if the split to train or evaluate on is empty.
     """
@@ -980,7 +981,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             data = open_prepared(Path(args.data_path))
             args = with_flags(args, image_size=args.image_size or data.metadata["image_size"])
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # use the encoder paths in the checkpoint, unless --image_encoder or --text_encoder sets a new path
+    # use the encoder paths from the checkpoint, unless --image_encoder or --text_encoder sets a new path
     saved = run.checkpoint["encoders"] if run.checkpoint else {}
     args = with_flags(run.args, **{name: saved[name] for name in saved if getattr(args, name) == ENCODERS[name]})
     if data and args.image_size != data.metadata["image_size"]:

@@ -9,7 +9,7 @@
     python train_prs_med.py --predict scan.png --question "Where is the cyst located in this image?"
 
 Data: <data_root>/annotations/<modality>.csv, columns image_path,image_name,split,description,position,question,answer.
-The column image_path contains the MASK's path, <modality>/<split>_masks/<name>.png; the image is in
+The column image_path holds the path of the MASK, <modality>/<split>_masks/<name>.png; the image is in
 <modality>/<split>_images. No data yet? `make demo` generates a synthetic data set and trains on it;
 `python -m tools.prepare_data prs_med` converts your own images and masks. This script implements the published training
 guide for PRS-Med, https://github.com/huyquoctrinh/PRS-Med (guide 0 in README.md).
@@ -194,7 +194,7 @@ def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
 class PRSMed(nn.Module):
     """The PRS-Med network: a frozen vision-language model with LoRA, SAM's image encoder and a mask decoder.
 
-    The image encoder and the mask decoder are trained in full. One forward pass computes the mask logits and the loss
+    SAM's image encoder and the mask decoder are trained in full. One forward pass computes the mask logits and the loss
     of the answer.
     """
 
@@ -221,7 +221,7 @@ class PRSMed(nn.Module):
 
         batch: the result of collate(). The image encoders of SAM and of the vision-language model run once per distinct
         image. Although `batch` contains the answer, the mask cannot depend on it: the mask is decoded from the hidden
-        states of the prompt, and causal attention hides the answer from these.
+        states of the prompt, which cannot see the answer because attention is causal.
         """
         with autocast(self.device, self.precision):
             words = self.vlm.get_input_embeddings()(batch["ids"])
@@ -292,10 +292,10 @@ def gather_states(hidden: Tensor, indices: Tensor) -> Tensor:
 
 
 def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str, example: str) -> str:
-    """Return `given` (the value of `flag`) or, if it is None, the first subfolder of `root` with a suitable model.
+    """Return `given` (the value of `flag`) or, if that is None, the first subfolder of `root` with a suitable model.
 
-    kinds: the model types that are suitable. example: a model to recommend in the error message. Raises InputError if
-    `given` is not a suitable model or `root` contains none.
+    kinds: the suitable model types. example: a model to recommend in the error message. Raises InputError if `given` is
+    not a suitable model or `root` contains none.
     """
     from transformers import PretrainedConfig
 
@@ -306,7 +306,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
             if kind in kinds:
                 return path
             if given:
-                # for a model of another type, transformers would build an untrained model of the default size
+                # given a model of another type, transformers would build an untrained model of the default size
                 raise InputError(f"{path}: is a {kind} model, not {kinds[0]}; {advice}")
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be loaded ({first_line(error)}); {advice}") from None
@@ -330,7 +330,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     sam_path = find_model(root, args.sam_path, sam_kinds, "--sam_path", "flaviagiammarino/medsam-vit-base")
     path = vlm_path
     try:
-        # load directly onto the GPU, because otherwise each rank holds a copy of the 7B model in host memory
+        # load directly onto the GPU; otherwise, each rank would hold a copy of the 7B model in host memory
         options = {"trust_remote_code": False, "dtype": DTYPES[precision]}
         options |= {"device_map": {"": device}} if device.type == "cuda" else {}
         vlm = LlavaForConditionalGeneration.from_pretrained(vlm_path, **options)
@@ -429,7 +429,7 @@ def linear_after_dropout(linear: nn.Linear, probability: float, inputs: Tensor) 
 def fingerprint(model: nn.Module) -> Tensor:
     """Return one fp32 vector with up to 16 values of every frozen parameter.
 
-    The vector identifies the frozen base model, whatever precision this was loaded in.
+    The vector identifies the frozen base model, regardless of the precision in which it was loaded.
     """
     values = []
     for parameter in model.parameters():
@@ -441,7 +441,7 @@ def fingerprint(model: nn.Module) -> Tensor:
 
 
 def load_weights(model: PRSMed, saved: dict) -> None:
-    """Load the trained weights of a checkpoint into the model.
+    """Load a checkpoint, which contains only the weights that are trained, into the model.
 
     Raises InputError if the checkpoint belongs to another model or to other frozen base weights.
     """
@@ -461,8 +461,8 @@ class Processor:
 
     image_token: token id of <image>. image_tokens: number of image tokens in a prompt. image_span: positions of the
     first image token and of the first token after the image in a prompt. image_size: side in pixels of SAM's input and
-    of the masks. vlm_size: side in pixels of the VLM's input. statistics: mean and standard deviation of pixel values,
-    by which the inputs of each image encoder are normalized.
+    of the masks. vlm_size: side in pixels of the VLM's input. statistics: each image encoder's mean and standard
+    deviation of pixel values, used to normalize its input.
     """
 
     tokenizer: object
@@ -503,10 +503,10 @@ class Processor:
 
 
 class DecodedFiles:
-    """Cache of decoded files, uint8 (length,) each, shared by all ranks and DataLoader workers of a machine.
+    """Cache of decoded files, each uint8 (length,), shared by all ranks and DataLoader workers on a machine.
 
-    keys: one key per file to cache. most_bytes: maximum size; a larger cache is not allocated, and get() then decodes
-    the file in every call.
+    keys: one key per file to cache. most_bytes: maximum size; if the cache would be larger, it is not allocated and
+    get() decodes the file on every call.
     """
 
     def __init__(self, keys: list[str], length: int, most_bytes: float):
@@ -529,10 +529,11 @@ class DecodedFiles:
 class PositionData(Dataset):
     """Data set of annotation rows: questions about images, with masks and answers.
 
-    An item contains the image in uint8 at the input sizes of SAM and of the vision-language model, the mask (bool), the
-    token ids of prompt and answer, and the true position. An empty path in a row stands for a blank image or mask.
-    augmented: whether to apply augment(). reword: share of the questions that are reworded in an epoch. absent: share
-    of the questions that are replaced by one about a structure of another modality, with an empty mask.
+    An item contains the image (uint8) at the input sizes of SAM and of the vision-language model, the mask (bool), the
+    token ids of the prompt and the answer, and the true position. An empty path in a row stands for a blank image or
+    mask. augmented: whether to apply augment(). reword: share of the questions that are reworded in each epoch. absent:
+    share of the questions that are replaced by one about a structure that only other modalities show; the mask is then
+    empty.
     """
 
     def __init__(
@@ -555,7 +556,7 @@ class PositionData(Dataset):
     def __getitem__(self, index: int) -> dict:
         """Return the item of one row.
 
-        If a file cannot be read, the image or mask is blank and the item's "error" says why; all ranks then stop.
+        If a file cannot be read, the image or mask is blank, "error" in the item says why, and all ranks stop.
         """
         row, side, small = self.row_in_epoch(index), self.processor.image_size, self.processor.vlm_size
         images, masks = self.caches
@@ -568,7 +569,7 @@ class PositionData(Dataset):
                 file = row.image
                 pixels = images.get(row.identity, self.decode_image, row.image)
         except (OSError, ValueError) as reason:
-            # the file was readable in check_data(), so it has been changed or removed since then
+            # check_data() could read the file, so it has been changed or removed since then
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
         sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
         mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer
@@ -601,7 +602,7 @@ class PositionData(Dataset):
         return np.concatenate([pixels.ravel() for pixels in self.processor.pixels(open_image(path))])
 
     def decode_mask(self, path: str) -> np.ndarray:
-        """Return the pixels of the resized mask, followed by the index in POSITIONS of the original mask's position."""
+        """Return the pixels of the resized mask, and the original mask's position as an index into POSITIONS."""
         native = annotations.open_mask(path)
         small = square(Image.fromarray(native), self.processor.image_size, Image.Resampling.NEAREST)
         return np.append(np.asarray(small, np.uint8), POSITIONS.index(position_of(native))).astype(np.uint8)
@@ -618,11 +619,11 @@ def collate(processor: Processor, items: list[dict]) -> dict:
     """Combine items of PositionData into a batch, a dict of tensors and lists.
 
     "sam", "vlm": the distinct images at the input sizes of SAM and of the vision-language model. "image_of": index of
-    each question's image in "sam" and "vlm". "ids": token ids of prompt and answer, padded on the right, where the
-    padding is hidden from the tokens before it by causal attention. "prompt": token ids of the prompt alone, padded on
-    the left with -1 for generation. "words": positions of the prompt's text tokens in "ids", padded with -1. "answer":
-    token ids of the answer, padded with -100. "answer_at": positions of the hidden states that predict the answer's
-    tokens; the first is the position of the prompt's last token.
+    each question's image in "sam" and "vlm". "ids": token ids of the prompt and the answer, padded on the right; causal
+    attention keeps real tokens from seeing the padding. "prompt": token ids of the prompt alone, padded on the left
+    with -1 for generation. "words": positions of the prompt's text tokens in "ids", padded with -1. "answer": token ids
+    of the answer, padded with -100. "answer_at": positions of the hidden states that predict the answer's tokens; the
+    first is the position of the prompt's last token.
     """
     first, last = processor.image_span
     prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
@@ -713,7 +714,7 @@ def make_sets(rows: list[Row], processor: Processor, args: Namespace) -> dict[st
 
 
 def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """Return the sum of BCE loss and Dice loss for each mask, (B,), from logits (B, H, W) and bool masks (B, H, W)."""
+    """Return each mask's BCE loss plus Dice loss, (B,), from logits (B, H, W) and bool masks (B, H, W)."""
     target = masks.float()
     probability = logits.sigmoid()
     bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((1, 2))
@@ -723,10 +724,10 @@ def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
-    """Return a micro-batch's contributions to three mean losses of the global batch: (total, mask loss, answer loss).
+    """Return what a micro-batch adds to three mean losses of the global batch: (total, mask loss, answer loss).
 
-    The total is the sum of mask loss and answer loss, weighted by --lambda_seg and --lambda_txt. samples, tokens: total
-    numbers of questions and of answer tokens in the global batch.
+    The total is the sum of the mask loss and the answer loss, weighted by --lambda_seg and --lambda_txt. samples,
+    tokens: total numbers of questions and of answer tokens in the global batch.
     """
     logits, text_loss = model(batch)
     seg = mask_loss(logits, batch["mask"]).sum() / samples
@@ -740,10 +741,10 @@ def count_answer_tokens(batches: list[dict]) -> list[float]:
 
 @torch.no_grad()
 def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) -> tuple[list[dict], dict]:
-    """Call on all ranks, which share the rows: compute the scores of each row; return (scores, examples).
+    """Call on all ranks: the rows are split among them. Return (scores of all rows, examples), equal on all ranks.
 
-    Scores are one dict per row, in row order, equal on all ranks. The scores "dice" and "iou" are computed at
-    --image_size and are 1 if predicted and true mask are both empty. The examples are {row index: image, true mask and
+    The scores are one dict per row, in row order. "dice" and "iou" are computed at --image_size and are 1 if the
+    predicted and true masks are both empty. The examples are {row index: a dict of the image, the true mask and the
     predicted mask} for a few rows. hausdorff: whether to compute "hd95".
     """
     model.eval()
@@ -759,7 +760,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
             text_loss,
             (batch["answer"] >= 0).sum(1),
         ]
-        # only two copies from the GPU per batch, because each makes the CPU wait: the sums and the masks
+        # copy from the GPU only twice per batch (the sums, then the masks), because each copy makes the CPU wait
         table = torch.stack(columns, dim=1).tolist()
         masks = predicted.cpu().numpy()
         distances = report.hausdorff_95(predicted, target) if hausdorff else [None] * len(table)
@@ -785,9 +786,9 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
 
 @torch.no_grad()
 def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_new_tokens: int) -> None:
-    """Call on all ranks, which share the rows: generate an answer to each row's question.
+    """Call on all ranks: the rows are split among them. Generate an answer to each row's question.
 
-    Modifies `scores`: adds to the dict of each row "generated", the answer, and "position_accuracy", which is 1 if the
+    Adds two entries to the dict of each row in `scores`: "generated" is the answer; "position_accuracy" is 1 if the
     answer names the true position, 0 if it does not, and None if there is no true position.
     """
     model.eval()
@@ -801,7 +802,7 @@ def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_
 
 
 def merge_lora(model: PRSMed) -> None:
-    """Merge the LoRA matrices into the base weights, which about halves the kernel launches per generated token."""
+    """Merge the LoRA matrices into the base weights, to launch about half as many kernels per generated token."""
     from peft.tuners.lora import LoraLayer
 
     for layer in model.vlm.modules():
@@ -823,17 +824,17 @@ def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, f
 def test(
     model: PRSMed, sets: dict[str, PositionData], split: str, batch_size: int, run: Run, args: Namespace
 ) -> dict[str, float]:
-    """Call on all ranks, which share the work: test the model, its ablations and the baseline models.
+    """Call on all ranks: the work is split among them. Test the model, its ablations and the baseline models.
 
-    Prints the test table, and writes a figure of examples and a CSV with the scores of each row. Merges LoRA into the
-    base weights of the model. Returns {metric: value} on rank 0 and {} on the other ranks.
+    Prints the test table; writes a figure of examples and a CSV with the scores of each row. Merges LoRA into the base
+    weights of the model. Returns {metric: value} on rank 0 and {} on the other ranks.
     """
     data, ranks = sets[split], run.ranks
     make = partial(make_loader, args=args, batch_size=batch_size)
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
     some = report.evenly_spaced(range(len(data)), report.MOST_ABLATED)
-    # so few rows that rewording each of them by all of OTHER_WORDS yields no more questions than one ablation
+    # few enough rows that rewording each with all of OTHER_WORDS yields no more questions than one ablation
     few = report.evenly_spaced(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
     absent = wordings.absent_names(sets.get("train", data).rows)
     changed = report.ablations(data.rows, some, args.seed)
@@ -852,7 +853,7 @@ def test(
     report.join_wordings(others)
 
     if "train" in sets:
-        # the training rows, without augmentation and rewording
+        # the training rows, without augmentation or rewording
         known = PositionData(sets["train"].rows, data.processor, data.caches)
         own = rivals.rival_scores(known, data, *du.world())
         try:
@@ -883,10 +884,10 @@ def test(
 
 @torch.no_grad()
 def predict(model: PRSMed, run: Run, args: Namespace) -> None:
-    """Call on all ranks, which share the questions of --predict: write masks and answers to the run folder.
+    """Call on all ranks: the questions of --predict are split among them. Write masks and answers to the run folder.
 
-    The files are written to the subfolder "predictions" or, if it exists, to "predictions_2", "predictions_3" etc.
-    Raises InputError if none of the images can be read.
+    The subfolder is "predictions" or, if that exists, "predictions_2", "predictions_3" etc. Raises InputError if none
+    of the images can be read.
     """
     asked, opened = [], {}
     for file, question in list_questions(args.predict, args.question):
@@ -930,7 +931,7 @@ def make_loader(data: PositionData, args: Namespace, batch_size: int, **options)
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
     """Return a synthetic batch of `size` blank images, to measure how much memory a training step needs.
 
-    Each image has the longest prompt and the longest answer that `rows` and their rewordings yield, in tokens; without
+    Each image has the longest prompt and the longest answer (in tokens) that `rows` and their rewordings yield; without
     rows, the question and the answer have 64 tokens each.
     """
     processor = model.processor
@@ -958,7 +959,7 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
     """Call on all ranks: train the model, validate after each epoch and test the best checkpoint.
 
     base: fingerprint() of the frozen weights, saved in each checkpoint. described: the precision in words, for the
-    banner. Returns 0 or, after a stop signal such as SIGTERM, the exit code for that signal.
+    printed banner. Returns 0 or, after a stop signal such as SIGTERM, the exit code for that signal.
     """
 
     def try_once(size: int) -> None:
@@ -1028,10 +1029,10 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             ranks.wait_for_main("the data check")
     rows = du.broadcast_object(rows)
 
-    # Run() changes no files of an existing run; these are first written when training begins, so that errors in the
-    # input leave the run unchanged
+    # Run() changes no files of an existing run: they are not written until training begins, so that errors in the input
+    # leave the run unchanged
     run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
-    # if there is a checkpoint, Run() replaces --lora_rank, --lora_alpha and --image_size by the checkpoint's values
+    # if there is a checkpoint, Run() replaces --lora_rank, --lora_alpha and --image_size with the checkpoint's values
     args = run.args
     with du.agree_on_errors():
         model = build_model(args, precision, ranks.device)

@@ -35,8 +35,8 @@ from utils.cli import (
 )
 
 FORMAT = "survival/3"
-# candidate ridge penalties for Cox models, strongest first, because each fit starts from the coefficients that were
-# fitted with the next stronger penalty
+# candidate ridge penalties for Cox models, strongest first: each fit starts from the coefficients for the next stronger
+# penalty
 PENALTIES = [10 ** (power / 2) for power in range(7, -2, -1)]
 # flags that define the model and its data; in a resumed run their values come from the checkpoint
 MODEL_FLAGS = (
@@ -227,7 +227,8 @@ class MaxPool3d(nn.Module):
 class PaddedShortcut(nn.Module):
     """MedicalNet's type A residual shortcut: subsamples the input and appends channels of zeros.
 
-    Replaces MONAI's version, which detaches the input from the autograd graph, so that no gradient flows through it.
+    Replaces MONAI's version, which detaches the input from the autograd graph, so that no gradient flows through the
+    shortcut.
     """
 
     def __init__(self, planes: int, stride: int):
@@ -240,10 +241,10 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """Predicts a log-hazard as the sum of a column part, a Cox model of the columns, and an image part, a 3D ResNet.
+    """Predicts a log-hazard as a column part (a Cox model of the columns) plus an image part (MONAI's 3D ResNet).
 
-    The columns are clinical data and image measurements. The Cox coefficients are fitted beforehand and stay constant
-    in training. The linear head of the ResNet (MONAI's) starts at zero, so before training the predictions are those of
+    The columns are clinical data and image measurements. The Cox coefficients are fitted beforehand and stay fixed
+    during training. The ResNet's linear head is initialized to zero, so before training the predictions are those of
     the Cox model.
     """
 
@@ -272,7 +273,7 @@ class RiskNet(nn.Module):
             with autocast(images.device, self.precision):
                 features = self.backbone(images.contiguous(memory_format=torch.channels_last_3d))
             # compute the head outside autocast: near a log-hazard of 3, bf16 numbers are 1/64 apart, so different cases
-            # would get equal log-hazards
+            # could get equal log-hazards
             log_hazard = log_hazard + self.image_weight * self.head(features.float())[:, 0]
         return log_hazard
 
@@ -304,15 +305,15 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
 def build_model(
     args: Namespace, precision: str, device: torch.device, columns: int = 0, saved: dict | None = None
 ) -> RiskNet:
-    """Build the model with the same weights on every rank: those of a checkpoint, of --pretrained_path, or random ones.
+    """Build the model with the same weights on every rank: from a checkpoint, from --pretrained_path, or random.
 
-    columns: number of encoded columns. saved: contents of the checkpoint, None for a new run. Raises InputError if the
-    weights do not fit the model.
+    columns: number of encoded columns. saved: contents of the checkpoint, or None for a new run. Raises InputError if
+    the weights do not fit the model.
     """
     torch.manual_seed(args.seed)
     found = saved["model"] if saved else read_pretrained(args)
-    # the shortcuts of MedicalNet's smaller networks are of type A and have no weights, so they are recognized by the
-    # absence of "downsample" weights
+    # the smaller MedicalNet networks have type A shortcuts, which have no weights, so weights without "downsample" in
+    # any name belong to one of these networks
     is_type_a = found and not any("downsample" in name for name in found)
     model = RiskNet(args, columns, precision, shortcut="A" if is_type_a else "B")
     if saved:
@@ -330,9 +331,9 @@ def build_model(
 
 
 def read_pretrained(args: Namespace) -> dict[str, Tensor]:
-    """Return the weights in the file --pretrained_path as {parameter name in RiskNet: tensor}, or {} without this flag.
+    """Return the weights in the --pretrained_path file as {RiskNet parameter name: tensor}, or {} without this flag.
 
-    Raises InputError if the file is unreadable, or contains MedicalNet weights that do not fit --norm or --stem_stride.
+    Raises InputError if the file is unreadable or contains MedicalNet weights that do not fit --norm or --stem_stride.
     """
     path = args.pretrained_path
     if not path:
@@ -359,10 +360,11 @@ def read_pretrained(args: Namespace) -> dict[str, Tensor]:
 
 
 def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Return the negative Cox partial log-likelihood per event, with ties handled by Efron's method (1977).
+    """Return the negative Cox partial log-likelihood per event; ties are handled by Efron's method (1977).
 
-    log_hazard (n,) may be on any device. time (n,) and event (n,) must be on the CPU; so, unlike torchsurv's loss, this
-    function never waits for the GPU. Hazards are summed in log space and cannot overflow. Returns 0 without events.
+    log_hazard (n,) may be on any device. time (n,) and event (n,) must be on the CPU, so that this function, unlike
+    torchsurv's loss, never waits for the GPU. Hazards are summed in log space and cannot overflow. Returns 0 if there
+    are no events.
     """
     device = log_hazard.device
     rows = event.nonzero()[:, 0]
@@ -374,7 +376,8 @@ def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
     gone = (time < times[:, None]).to(device, non_blocking=True)
     total = log_hazard.expand(len(rows), -1).masked_fill(gone, -torch.inf).logsumexp(1)
 
-    # Efron: for the l-th of d tied events, l from 0, the sum over the risk set weights the d tied hazards by 1 - l / d
+    # Efron: for the l-th of d tied events (l = 0 ... d - 1), the tied hazards have the weight 1 - l / d in the sum over
+    # the risk set
     tied = times == times[:, None]
     before = (tied.tril(-1).sum(1).double() / tied.sum(1)).to(total.dtype).to(device, non_blocking=True)
     untied = (~tied).to(device, non_blocking=True)
@@ -392,8 +395,9 @@ def fit_cox(
 ) -> np.ndarray:
     """Fit a ridge Cox model to the covariates x (n, k) in float64; return its coefficients b (k,).
 
-    Minimizes the negative partial log-likelihood plus the sum of penalty / 2 * b^2. penalty: one number, or one for
-    each coefficient. start: initial coefficients, default 0. tolerance: gradient at which L-BFGS stops.
+    Minimizes the negative partial log-likelihood plus the sum of penalty / 2 * b^2. penalty: one number for all
+    coefficients, or one for each. start: initial coefficients, default 0. tolerance: L-BFGS stops once the gradient is
+    this small.
     """
     rows, *outcome, penalty = map(torch.as_tensor, (x, time, event, penalty))
     beta = torch.zeros(x.shape[1], dtype=torch.float64) if start is None else torch.tensor(start)
@@ -439,9 +443,9 @@ def select_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tup
 def load_or_fit_cox_models(run: Run, train: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
     """All ranks: return the checkpoint's Cox models; in a new run, rank 0 fits them to the training set.
 
-    There are up to three models: of the clinical columns, of the image measurements, and of both. clinical: number of
-    clinical columns, which precede the image measurements. Returns {model: {"beta": coefficients, 0 for columns that
-    the model does not use, "penalty": ridge penalty, "likelihood": cross-validated log-likelihood}}.
+    Up to three models are fitted: to the clinical columns, to the image measurements, and to both. clinical: number of
+    clinical columns, which precede the image measurements. Returns {model: {"beta": coefficients (0 for columns that
+    the model does not use), "penalty": ridge penalty, "likelihood": cross-validated log-likelihood}}.
     """
     if run.checkpoint:
         return run.checkpoint["cox_models"]
@@ -467,11 +471,11 @@ def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvi
     """Estimate the factor ("weight") by which the image part of a log-hazard is multiplied.
 
     x (n, k): encoded columns. image (n,): each case's image part, predicted by a network that was not trained on the
-    case. cox_model: Cox model of the columns alone. A second Cox model is fitted to columns and image part; chi2 is its
-    penalized likelihood-ratio statistic against cox_model, and the difference of the models' coefficients is multiplied
-    by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the image part is not significant at 5 % (chi2 of at most
-    3.84) or its coefficient is not positive, its weight is 0 and the coefficients are those of cox_model. Returns
-    {"linear": coefficients of the columns, "image_weight": weight, "image_chi2": chi2}.
+    case. cox_model: Cox model of the columns alone. A second Cox model is fitted to the columns and the image part;
+    chi2 is its penalized likelihood-ratio statistic against cox_model, and the difference of the models' coefficients
+    is multiplied by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the image part is not significant at the 5 %
+    level (chi2 at most 3.84) or its coefficient is not positive, its weight is 0 and the coefficients are those of
+    cox_model. Returns {"linear": coefficients of the columns, "image_weight": weight, "image_chi2": chi2}.
     """
     linear = np.array(cox_model["beta"])
     seen = linear != 0
@@ -493,11 +497,11 @@ def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvi
 
 
 def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace) -> None:
-    """All ranks: compute the gradients of one optimizer step, equal for any number of ranks and micro-batches.
+    """All ranks: compute the gradients of one optimizer step, the same for any number of ranks and micro-batches.
 
     The Cox loss is not a sum over micro-batches, because the risk set of an event spans the global batch (the cases of
     all ranks in this step). So every rank computes the loss from the log-hazards of all ranks, and backpropagates the
-    loss's gradient through its own micro-batches. With several micro-batches, the log-hazards come from an extra
+    gradient through its own micro-batches. If there are several micro-batches, the log-hazards come from an extra
     forward pass without an autograd graph (Gao et al. 2021).
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
@@ -507,10 +511,10 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for place, batch in enumerate(step.batches):
         step.batches[place] = moved = du.to_device(batch, device)
         if args.augment and args.image == "volume":
-            # take the indices from the batch in CPU memory, because tolist() of a GPU tensor waits for the GPU
+            # read the indices from the CPU copy of the batch, because tolist() on a GPU tensor waits for the GPU
             moved["image"] = augment(moved["image"], batch["index"].tolist(), args.seed, position.epoch)
 
-    # all ranks must agree whether the step has a single forward pass, because the forward pass of DDP communicates
+    # all ranks must agree on whether the step has a single forward pass, because DDP communicates during forward passes
     single_pass = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
     if single_pass:
         outputs = [engine.wrapped(step.batches[0])]
@@ -538,10 +542,10 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 
 @torch.no_grad()
 def predict_parts(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run) -> np.ndarray:
-    """All ranks: share the cases in `data`, predict their log-hazards, and return all predictions on every rank.
+    """All ranks: the cases in `data` are split among them; return the predictions for all cases on every rank.
 
-    Returns (n, 2) float64: each log-hazard's column part and image part, see RiskNet. Raises RunError if a prediction
-    is not finite.
+    Returns float64 (n, 2): the column part and the image part of each log-hazard (see RiskNet). Raises RunError if a
+    prediction is not finite.
     """
     model.eval()
     loader = du.create_distributed_dataloader(data, batch_size, train=False, num_workers=run.args.num_workers)
@@ -567,7 +571,7 @@ def validation_loss(parts: np.ndarray, val: MultiGPUSurvivalDataset) -> float:
 def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str, float]:
     """All ranks: score the model with its current weights on the validation set.
 
-    sets: the datasets {"train": ..., "val": ...}. Returns {"val/metric": value} on every rank.
+    sets: the datasets {"train": ..., "val": ...}. Returns {"val/<metric>": value} on every rank.
     """
     parts = predict_parts(model, sets["val"], batch_size, run)
     metrics = {}
@@ -582,9 +586,10 @@ def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str,
 def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
     """Compute the baseline models' log-hazards for the validation set: Kaplan-Meier, Cox models and a random forest.
 
-    The forest regresses the martingale residuals of a null model on the columns (Therneau, Grambsch and Fleming 1990),
-    because scikit-survival, which has random survival forests, is under the GPL. For synthetic data, the true risk is
-    included as one more model. Returns {model: (log-hazards, baseline hazard or None)}.
+    The forest predicts the martingale residuals of a null model from the columns (Therneau, Grambsch and Fleming 1990).
+    Random survival forests are not used, because scikit-survival, which provides them, is licensed under the GPL. For
+    synthetic data, the true risk is included as one more model. Returns {model: (log-hazards, baseline hazard or
+    None)}.
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -610,8 +615,8 @@ def test(
     """All ranks: score the validation set; rank 0 prints the scores and writes predictions and a figure.
 
     parts: results of predict_parts() as {"val": ..., "train": ...}. reference: result of report.fit_reference(). title:
-    heading of the table of scores. Returns (metrics, cases): {metric: value} on every rank and, on rank 0 only, the
-    table that report.cases_of() returns, with a column of log-hazards for each model.
+    heading of the score table. Returns (metrics, cases): {metric: value} on every rank and, on rank 0 only, the table
+    that report.cases_of() returns, with a column of log-hazards for each model.
     """
     args, val, metrics, cases = run.args, sets["val"], {}, None
     prefix = "eval_" if args.eval_only else ""
@@ -657,10 +662,10 @@ def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
 
 @dataclass
 class Inputs:
-    """The model's input: a cohort (the checked table of cases), its encoded columns, and the reader of its CT volumes.
+    """The model's input: a cohort (the checked table of cases), its encoded columns, and a reader for its CT volumes.
 
     columns (rows, n): first the encoded clinical columns, then the image measurements. clinical: number of encoded
-    clinical columns. encoding: the dicts of fit_columns() by which the columns were encoded.
+    clinical columns. encoding: the dicts from fit_columns() with which the columns were encoded.
     """
 
     cohort: Cohort
@@ -681,10 +686,11 @@ class Inputs:
 def read_inputs(
     cohort: Cohort, encoding: list[dict], rows: np.ndarray, args: Namespace, train: np.ndarray | None = None
 ) -> Inputs:
-    """All ranks: encode the cohort's columns; check and measure the volumes of `rows`, which the ranks share.
+    """All ranks: encode the cohort's columns; check and measure the volumes of `rows`, split among the ranks.
 
-    encoding: results of fit_columns(). train: numbers of a new run's training rows, on which the encodings of the image
-    measurements are fitted; None if the encodings come from a checkpoint. Raises InputError naming unusable volumes.
+    encoding: results of fit_columns(). train: row numbers of a new run's training cases, to which the encodings of the
+    image measurements are fitted; None if the encodings come from a checkpoint. Raises InputError naming the unusable
+    volumes.
     """
     orientation = None if args.orientation == "as-is" else args.orientation
     mask_mode = args.mask_column and args.mask_mode
@@ -725,8 +731,8 @@ def begin_training(
 ) -> tuple[Training, DataLoader]:
     """All ranks: prepare the training of `model`; return (Training, DataLoader of the training cases).
 
-    In a new run, the model's Cox coefficients are set to those of the best Cox model. described: description of the
-    numerical precision, printed at the start of the run. Raises InputError if the batch or the device rules out --norm
+    In a new run, the model's Cox coefficients are set to those of the best Cox model. described: the numerical
+    precision in words, printed at the start of the run. Raises InputError if the batch or the device rules out --norm
     batch.
     """
     args, ranks, train, cached = run.args, run.ranks, sets["train"], sets["cached"]
@@ -748,8 +754,8 @@ def begin_training(
     if args.norm == "batch" and ranks.world_size > 1:
         if ranks.device.type == "cpu":
             raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
-        # convert the layers after plan_batches(), in which each rank tries batch sizes without the other ranks, whereas
-        # SyncBatchNorm would wait for them
+        # convert the layers only after plan_batches(): there each rank tries batch sizes on its own, but SyncBatchNorm
+        # would wait for the other ranks
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(
@@ -778,7 +784,7 @@ def begin_training(
 def train_epochs(training: Training, loader: DataLoader, sets: dict | None = None) -> int:
     """All ranks: train until the last step of the run; validate after each epoch unless `sets` is None.
 
-    Returns the exit code: 0, or the code for a stop signal that ended the training early.
+    Returns the exit code: 0, or the code for the stop signal that ended training early.
     """
     run, args, model = training.run, training.args, training.engine.model
     while not training.is_over():
@@ -804,12 +810,12 @@ def train_epochs(training: Training, loader: DataLoader, sets: dict | None = Non
 def cross_fit_image_weight(
     training: Training, inputs: Inputs, train: MultiGPUSurvivalDataset, cox_models: dict[str, dict]
 ) -> tuple[int, dict, np.ndarray | None]:
-    """All ranks: estimate the weight of the log-hazards' image part by cross-validation within the training fold.
+    """All ranks: estimate the weight of the image part by cross-validation within the training fold.
 
     Trains --inner_folds networks, each in its own run folder, from which it can be resumed. Returns (exit code, result
-    of estimate_image_weight(), parts). The exit code is 0, or after a stop signal the code for that signal; `parts` is
-    then None. parts (n, 2): the training cases' log-hazards, split into the parts from columns and image; each image
-    part is predicted by the network that was not trained on the case.
+    of estimate_image_weight(), parts). The exit code is 0 or, after a stop signal, the code for that signal; `parts` is
+    then None. parts (n, 2): the column part and the image part of each training case's log-hazard; the image part is
+    predicted by the network that was not trained on the case.
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     sizes, precision = training.batch, training.engine.model.precision
@@ -853,7 +859,7 @@ def set_image_weight(model: RiskNet, weighed: dict | None) -> None:
 
 
 def score_checkpoint(model: RiskNet, sets: dict, run: Run, baseline_models: dict[str, tuple]) -> None:
-    """All ranks: test the model of the checkpoint on the validation fold, for the flag --eval_only.
+    """All ranks: test the checkpoint's model on the validation fold (--eval_only).
 
     Raises InputError if the checkpoint's model was trained on cases of the validation fold.
     """
@@ -873,7 +879,7 @@ def score_checkpoint(model: RiskNet, sets: dict, run: Run, baseline_models: dict
 def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
     """All ranks: train on one training fold and test on its validation fold; with --eval_only, only test.
 
-    Returns (exit code, result of test()); the result is None if a stop signal ended the training, and with --eval_only.
+    Returns (exit code, result of test()); the result is None with --eval_only or if a stop signal ended training.
     """
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
@@ -915,8 +921,8 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
             if code:
                 return code, None
 
-        # a cross-validation fold must not select its checkpoint on the cases it is evaluated on, so the weights of the
-        # last step are tested
+        # in a cross-validation, a checkpoint must not be selected on the cases it is then tested on, so the weights of
+        # the last step are tested
         is_cross_validated = args.folds and args.val_fold
         step = run.position.step if is_cross_validated else training.load_best()
         is_best = not is_cross_validated and run.position.best is not None
@@ -934,15 +940,14 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         if not is_cross_validated and last is not None:
             metrics["val/c_index_last"] = last
         training.finish(metrics)
-        # return the exit code of a stop signal that came after training, so that no other fold of a cross-validation
-        # begins
+        # if a stop signal arrived after training, return its exit code, so that the cross-validation starts no further
+        # fold
         code = training.signalled() if is_cross_validated else 0
     return code, (metrics, cases)
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks) -> int:
-    # only rank 0 checks whether the folder contains a single run, because on a network drive the other ranks may see
-    # outdated contents
+    # only rank 0's answer counts: on a network drive, the other ranks may see outdated contents of the folder
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
     metrics, cases = [], {}
@@ -995,8 +1000,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    # without --world_size, start one process per GPU; this happens here because torch, which counts the GPUs, must be
-    # imported first
+    # without --world_size, start one process per GPU. This cannot happen earlier, because counting the GPUs requires
+    # torch.
     launch_workers(args.world_size or torch.cuda.device_count())
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

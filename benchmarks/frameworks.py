@@ -8,8 +8,9 @@ The trainers are Accelerate, Fabric, HF Trainer and MONAI's SupervisedTrainer. E
 GPU if there is one, without augmentation or DataLoader workers. All loops start from the same weights and train on the
 same batches; the order of the loops changes every round. Steps are measured in wall time on a GPU and in processor time
 on a CPU. The time of each step is the lower quartile over the rounds, because other work on the machine can only slow a
-step down. The relative speed is a loop's time per step divided by that of this project's loop; in parentheses are the
-quartiles of this ratio over the rounds. The last line is a JSON object: {name of the loop: milliseconds per step}.
+step down. The relative speed is a loop's time per step divided by that of this project's loop; the quartiles of this
+ratio over the rounds follow in parentheses. The last line printed is a JSON object: {name of the loop: milliseconds per
+step}.
 """
 
 import contextlib

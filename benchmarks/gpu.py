@@ -1,7 +1,7 @@
-"""Measure speed and memory and check bit-identical results on a GPU, the most informative parts first.
+"""Measure speed and memory on a GPU and check that results are bit-identical; the most informative parts run first.
 
     make gpu                                              # set up, then run this script
-    python benchmarks/gpu.py                              # all parts that are not yet complete and free of failures
+    python benchmarks/gpu.py                              # all parts that are incomplete or contain failures
     python benchmarks/gpu.py --minutes 9                  # stop after 9 minutes; the next call continues from there
     python benchmarks/gpu.py --parts machine survival     # only these parts
 
@@ -115,7 +115,7 @@ FLAGS = {
         """,
     },
 }
-# Published training speeds of the most similar models, in samples/s; there is none for the cascade.
+# Published training speeds of the most similar models, in samples/s (none for the cascade).
 PUBLISHED = {
     "prs_med": """
         LISA-7B (LoRA, SAM-H at 1024) 0.8 a GPU on 8 RTX 3090 (its issue 17, 10,000 steps of 160 in 3 days);
@@ -357,7 +357,7 @@ def resume(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def each_task(options: Namespace, check: Callable[[Namespace, str], Iterator[dict]]) -> Iterator[dict]:
-    # on a CPU, each check starts up to three processes, so run one check at a time for every three CPU cores
+    # on a CPU, each check starts up to three processes, so run at most one check per three CPU cores at once
     with ThreadPoolExecutor(max(1, joblib.cpu_count() // 3)) as pool:
         for rows in pool.map(lambda task: list(attempt(task, check(options, task))), SCRIPTS):
             yield from rows
@@ -377,7 +377,7 @@ PARTS: dict[str, Callable[[Namespace], Iterator[dict]]] = {
 
 
 def measure(options: Namespace, name: str, results: dict[str, dict]) -> None:
-    """Run one part of the benchmark; save all results after each measurement, as a rented machine may disappear."""
+    """Run one benchmark part; save all results after each measurement, because a rented machine may disappear."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     entry = results[name] = {"commit": commit.strip(), "lines": []}
     for line in attempt("the whole part", PARTS[name](options)):

@@ -7,8 +7,8 @@
 Two copies of a model train on the same batches in one process, on a GPU if there is one: one copy in a bare loop
 (forward, backward, clip, update), the other in the project's loop (utils/loop.py), which also checks the batches, skips
 steps with non-finite gradients, agrees with other ranks on when to stop, writes logs and measures times. The speed is
-the time of the bare loop divided by the time of the project's loop, as a median over the turns: 1 means no overhead;
-the goal is 0.97 for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor time more than wall
+the time of the bare loop divided by the time of the project's loop (median over the turns): 1 means no overhead; the
+goal is 0.97 for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor time more than wall
 time. The last line for each script is a JSON object: the speed by wall time, and the milliseconds per step of the
 project's loop.
 """

@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=4 examples/minimal.py --data_root photos --output_dir runs/photos
     python examples/minimal.py --data_root photos --output_dir runs/photos --resume_from auto
 
-Data: <data_root>/train/<class>/*.png and <data_root>/val/<class>/*.png, also .jpg.
+Data: <data_root>/train/<class>/*.png and <data_root>/val/<class>/*.png (or *.jpg).
 
-With a fixed global batch, a run gives the same result on any number of GPUs, and after being killed and resumed. For
+With a fixed global batch size, a run gives the same result on any number of GPUs, even if it is killed and resumed. For
 your own task, copy this file to the project's root, the folder that contains train.py, and adapt it.
 """
 
@@ -54,7 +54,8 @@ class Images(Dataset):
     """Data set of the images in <root>/<class>/*.png or *.jpg, or of synthetic images if `root` is None.
 
     Synthetic images are noise that is brighter in one half: the left half in class "left", the right half in class
-    "right". An unreadable image produces a sample with an "error" message, at which the training loop stops all ranks.
+    "right". An unreadable image produces a sample with an "error" message, which makes the training loop stop all
+    ranks.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Images(Dataset):
             except (OSError, ValueError) as reason:
                 error = f"{self.paths[index]}: cannot be read ({reason}); mend or remove it"
         if self.augmented:
-            # the generator is seeded by (--seed, epoch, image index), so augmentation is the same on any number of GPUs
-            # and after a resume
+            # seed the generator with (--seed, epoch, image index), so that augmentation is the same on any number of
+            # GPUs and after a resume
             rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
             pixels = np.roll(pixels, rng.integers(-2, 3, size=2), axis=(0, 1)) * rng.uniform(0.9, 1.1)
         return {"image": pixels.transpose(2, 0, 1).astype(np.float32), "label": label, "error": error}
@@ -107,7 +108,7 @@ def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, split: str = "val") -> dict[str, float]:
-    """Return the mean loss and accuracy over all images of a data set; the ranks share the images.
+    """All ranks: return the mean loss and accuracy over a data set; its images are split among the ranks.
 
     The results are bit-identical on any number of GPUs.
     """
@@ -122,7 +123,7 @@ def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, spl
 def train(args: Namespace, ranks: du.Ranks) -> int:
     device = ranks.device
     precision, described = set_precision(args.mixed_precision, device, args.deterministic)
-    # Training() is the first to change the files of a run and comes after all checks, so an input error leaves an
+    # nothing before Training() changes the run's files, and all checks come before it, so an input error leaves an
     # existing run unchanged
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size", "dropout"))
     args = run.args
@@ -161,7 +162,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
             model.train()
             for step in training.steps(loader):
                 for micro_batch in step.micro_batches():
-                    # dividing by the number of samples that all GPUs process in this step makes the micro-batch losses
+                    # divide by the number of samples that all GPUs process in this step, so that the micro-batch losses
                     # add up to the mean
                     step.backward(loss_sum(engine.wrapped, micro_batch, precision)[0] / step.samples)
                 step.update(args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))

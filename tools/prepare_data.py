@@ -7,7 +7,7 @@
     python -m tools.prepare_data mimic_cxr mimic-cxr-jpg mimic-ext-cxr-qba data/mimic
     python -m tools.prepare_data mimic_cxr xrays.csv data/mine
 
-The section "Your own images" of tasks/<task>/README.md describes the input formats.
+The section "Your own images" in tasks/<task>/README.md describes the input formats.
 """
 
 import argparse

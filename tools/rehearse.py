@@ -1,4 +1,4 @@
-"""Simulate one optimizer step of a training script on a GPU; report its memory, FLOPs and host-device syncs.
+"""Simulate one optimizer step of a training script on a GPU; report the step's memory, FLOPs and host-device syncs.
 
 python -m tools.rehearse train_prs_med.py --gpu_memory 80
 python -m tools.rehearse train_prs_med.py --gpu_memory 24 --batch_size 2 --gradient_checkpointing --world_size 4
@@ -9,9 +9,9 @@ folders need only a config.json; if no model folder is set, the step uses the pu
 needs a C++ compiler.
 
 The training script is imported as a module and must define parse_args(words), build_model(args, precision, device),
-make_optimizer(model, args), largest_batch(model, size), which returns the `size` samples that need the most memory, and
-trial_step(model, batch, args), which runs the forward and backward pass of one micro-batch. A script that derives
-settings from the hardware also defines fill_settings(args, world_size, memory, compute, node).
+make_optimizer(model, args), largest_batch(model, size) and trial_step(model, batch, args). largest_batch() returns the
+`size` samples that need the most memory; trial_step() runs the forward and backward pass of one micro-batch. A script
+that derives settings from the hardware also defines fill_settings(args, world_size, memory, compute, node).
 """
 # ruff: noqa: E402
 
@@ -142,7 +142,7 @@ def attention_flops(query, key, value, *_, **__) -> int:
 def attention_backward_flops(_, query, key, value, *__, **___) -> int:
     """Return the FLOPs of attention's backward pass, which consists of five matrix products.
 
-    One product recomputes the attention scores; each of the forward pass's two products has two gradients.
+    One product recomputes the attention scores; the others compute two gradients for each product of the forward pass.
     """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
@@ -324,7 +324,7 @@ def main(args: Namespace) -> None:
         engine.update(0.0)
 
     # Activation memory is proportional to the micro-batch size. With one process and no accumulation, a smaller
-    # micro-batch would make accumulation necessary, which keeps the gradients allocated during the forward pass.
+    # micro-batch would require accumulation, which keeps the gradients allocated during the forward pass.
     activations = trace.peak - persistent
     margin = MARGIN_SHARE * trace.peak + MARGIN_BYTES
     available = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - persistent

@@ -5,7 +5,7 @@ python -m tools.verify runs/a runs/b --tolerance 1e-6    allow relative differen
 python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 in a scratch folder, and compare the logs
 
 Exit codes: 0 equal, 1 different, 2 invalid input. Timings are ignored. Repeated steps start from the newest checkpoint
-before them. Start the tool with --steps in the folder in which the run was started, because data paths may be relative.
+before them. With --steps, start the tool in the folder where the run was started, because data paths may be relative.
 The repeated steps give the same bits on the same machine if the run used --deterministic, or if the number of processes
 and threads is the same.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from utils.cli import InputError, Parser, read_config, real, run_main, step_range
 
 ROOT = Path(__file__).resolve().parents[1]
-# endings of the names of metrics that depend on the machine's load, not on the computation
+# name endings of metrics that depend on the machine's load, not on the computation
 TIMING_SUFFIXES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
 # flags in args.yaml that are dropped when steps are repeated; --wandb would log the repeated steps to the original
 # run's Weights & Biases project
@@ -48,8 +48,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 def find_file(folder: Path, name: str) -> Path:
     """Return the path of a file in a run folder.
 
-    Raises InputError if the file is missing or is a symbolic link, because the folder is untrusted and a link in it may
-    point anywhere.
+    Raises InputError if the file is missing or is a symbolic link, because the folder is untrusted and a link may point
+    anywhere.
     """
     path = folder / name
     if path.is_symlink() or not path.is_file():
@@ -159,7 +159,8 @@ def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]
 
     with tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         scratch = Path(scratch)
-        # flags in a --config file are checked like a command line; the flags in `command` take precedence over the file
+        # flags in a --config file are checked like those on a command line; the flags in `command` take precedence over
+        # the file
         config = scratch / "flags.json"
         config.write_text(json.dumps({flag: flags[flag] for flag in flags if flag not in NOT_REPEATED}))
         command = [sys.executable, scripts[name], "--config", config]

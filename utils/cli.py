@@ -1,6 +1,6 @@
-"""The command line of all scripts: argument types, common flags, --config files, one-line errors.
+"""The command line of all scripts: argument types, common flags, --config files, one-line error messages.
 
-This module does not import torch, so that `--help` and errors in flags appear immediately.
+torch is not imported here, so that `--help` and flag errors appear immediately.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from pathlib import Path
 
 
 class InputError(Exception):
-    """Raised if the user's flags, files or data are unusable.
+    """Raised when the user's flags, files or data are unusable.
 
-    run_main() prints the message in one line and exits with code 2.
+    run_main() prints the message on one line and exits with code 2.
     """
 
 
 class RunError(Exception):
-    """Raised if the run cannot continue, because of a full disk, lack of memory or divergence.
+    """Raised when the run cannot continue: the disk is full, memory has run out, or training has diverged.
 
-    run_main() prints the message in one line and exits with code 1.
+    run_main() prints the message on one line and exits with code 1.
     """
 
 
@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, doc: str, sections: tuple[str, ...] = ()):
-        """doc: text for --help, a one-line description followed by examples.
+        """doc: text for --help (a one-line description, then examples).
 
         sections: keys of a --config file whose values are groups of flags.
         """

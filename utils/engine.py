@@ -1,6 +1,6 @@
-"""Engines: an engine sums gradients over the ranks and updates the weights.
+"""Engines, which sum gradients over the ranks and update the weights.
 
-`make_engine` returns `Engine` (DDP), or `ExactEngine` for --deterministic. The DeepSpeed engine is in
+`make_engine` returns an `Engine` (DDP) or, with --deterministic, an `ExactEngine`. The DeepSpeed engine is in
 tasks/mimic_cxr/zero.py.
 """
 
@@ -26,7 +26,7 @@ from utils import checkpoint
 class Engine:
     """Trains a model with a fused optimizer and AMP loss scaling, and with DDP if there are several processes.
 
-    model: the model without the DDP wrapper. wrapped: the module to call in training, with DDP's wrapper if it has one.
+    model: the model without the DDP wrapper. wrapped: the module to call during training: DDP's wrapper or the model.
     """
 
     # whether every rank must run the same number of forward passes in an optimizer step
@@ -44,8 +44,8 @@ class Engine:
     ):
         """Call on all ranks. saved: contents of the checkpoint to restore, if any.
 
-        frozen: names of parameters to leave out of checkpoints; default: parameters that do not require gradients when
-        the engine is created.
+        frozen: names of parameters to leave out of checkpoints; by default those that do not require gradients when the
+        engine is created.
         """
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
@@ -57,7 +57,7 @@ class Engine:
         if saved:
             checkpoint.load_trained(model, saved["model"])
         if args.compile:
-            # compiling in place keeps the weights' names
+            # compiling in place does not change the names of the weights
             model.compile()
         self.start(saved)
 
@@ -69,7 +69,7 @@ class Engine:
         self.wrap()
 
     def wrap(self) -> None:
-        """All ranks: prepare gradient sums for the trainable parameters; call again when other parameters train."""
+        """All ranks: prepare gradient sums for the trainable parameters. Call again when that set changes."""
         self.close()
         self.wrapped = wrap_in_ddp(self.model, self.device)
 
@@ -81,7 +81,7 @@ class Engine:
 
     @contextlib.contextmanager
     def around_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context manager for the passes of one micro-batch. last: all-reduce the gradients after this micro-batch."""
+        """Context manager for the passes of one micro-batch. last: whether to all-reduce the gradients after it."""
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield
@@ -106,11 +106,11 @@ class Engine:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif self.device.type == "cpu":
-            # reading the norm is free on a CPU; found_inf would cost an operation for each parameter
+            # reading the norm costs nothing on a CPU; found_inf would cost an operation for each parameter
             if math.isfinite(grad_norm):
                 optimizer.step()
         else:
-            # a fused optimizer skips the step on the GPU if found_inf is 1, as GradScaler uses it: no host-device sync
+            # if found_inf is 1, a fused optimizer skips the step without host-device sync, as it does for GradScaler
             optimizer.grad_scale, optimizer.found_inf = None, 1.0 - grad_norm.isfinite().float()
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -124,7 +124,7 @@ class Engine:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def put_weights(self, weights: dict[str, Tensor]) -> None:
-        """All ranks: overwrite the model's weights before the final test; training must not continue from them."""
+        """All ranks: overwrite the model's weights before the final test; training must not continue afterwards."""
         checkpoint.load_trained(self.model, weights)
 
 
@@ -139,23 +139,23 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
         model,
         device_ids=None if on_cpu else [device],
         gradient_as_bucket_view=True,
-        # stops DDP from rebuilding its gradient buckets after a process's first step: gloo's sum over three or more
+        # keep DDP from rebuilding its gradient buckets after a process's first step: gloo's sum over three or more
         # ranks depends on the buckets, so a resumed run would differ in the last bits
         find_unused_parameters=on_cpu and world()[1] > 2,
     )
-    # set as an attribute, because torch 2.13 renamed the constructor's argument
+    # an attribute, because torch 2.13 renamed the constructor's argument
     wrapped.broadcast_buffers = False
     return wrapped
 
 
 class ExactEngine(Engine):
-    """Engine for --deterministic: replaces DDP by sums of gradients that do not depend on the order of addition.
+    """Engine for --deterministic: instead of DDP, uses gradient sums that do not depend on the order of addition.
 
     Each micro-batch's gradient is rounded once to multiples of 2**-40 in float64, as in round_for_exact_sum(). While
-    the sums stay below 2**13, adding them is exact, so the result is the same to the bit however the micro-batches are
-    divided among processes. Gradients go to a flat buffer as the backward pass produces them; in a rank's last
-    micro-batch, finished buckets of it are all-reduced while the backward pass continues. Sends twice the bytes of DDP
-    and takes the memory of two float32 gradients.
+    the sums stay below 2**13, additions are exact, so the result is bit-identical however the micro-batches are divided
+    among processes. The backward pass puts gradients into a flat buffer, which is divided into buckets; in the last
+    micro-batch of a rank, finished buckets are all-reduced while the backward pass continues. This sends twice as many
+    bytes as DDP, and the buffer takes as much memory as two float32 gradients.
     """
 
     bucket_bytes = 50 * 2**20
@@ -185,7 +185,7 @@ class ExactEngine(Engine):
     def around_micro_batch(self, last: bool) -> Iterator[None]:
         self.last = last
         self.missing = Counter(self.bucket_of.values())
-        # in fp16 the gradients are multiplied by the loss scale, so the rounding step must be, too
+        # with fp16 the gradients are multiplied by the loss scale, so SHIFT must be multiplied, too
         self.shift = self.scaler.scale(torch.full((), SHIFT, dtype=torch.float64, device=self.device))
         yield
 
@@ -211,13 +211,13 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def finish_sum(self) -> None:
-        """All ranks, after the last micro-batch: store the sum over all micro-batches in each parameter's grad."""
+        """All ranks, after the last micro-batch: set each parameter's grad to the sum over all micro-batches."""
         while len(self.works) < len(self.buckets):
             self._send()
         for work in filter(None, self.works):
             work.wait()
         for parameter, view in self.views.items():
-            # fused optimizers need gradients with their parameter's strides
+            # fused optimizers need a gradient to have the same strides as its parameter
             parameter.grad = torch.empty_like(parameter).copy_(view.view_as(parameter))
         self.flat.zero_()
         self.works = []

@@ -1,4 +1,4 @@
-"""Report this machine's hardware, and training settings for it as in the published MIMIC-CXR guide (guide 1).
+"""Report this machine's hardware and suggest training settings by the rules of the MIMIC-CXR guide (guide 1).
 
 python -m utils.hardware_utils
 """
@@ -25,7 +25,7 @@ def _read(path: Path) -> str:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the integers in a cgroup file, without `max` and -1, which mean that there is no limit."""
+    """Return the integers in a cgroup file, skipping `max` and -1, which mean that there is no limit."""
     return [int(word) for word in _read(path).split() if word.isdigit()]
 
 
@@ -39,8 +39,8 @@ def _memory_groups(root: Path) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers:
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            # Inside a container, the path in /proc/self/cgroup may be that of the host; then only the mount point `top`
-            # exists.
+            # Inside a container, the path in /proc/self/cgroup may be the host's path; in that case only the mount
+            # point `top` exists.
             own = top / path.strip("/")
             folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
     return folders
@@ -63,8 +63,8 @@ def available_ram_gb(root: Path = Path("/")) -> float:
 def detect_gpus() -> tuple[list[dict], list[str]]:
     """Return (the GPUs that torch can use, notes for the user about the GPUs); memory sizes are in GiB.
 
-    nvidia-smi reports the free memory, because torch would first allocate a CUDA context of several hundred MB on each
-    GPU.
+    The free memory is read from nvidia-smi, because asking torch would allocate a CUDA context of several hundred MB on
+    each GPU.
     """
     query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
@@ -142,10 +142,10 @@ def settings_for(
 ) -> dict:
     """Return training settings for this hardware by the rules of the published MIMIC-CXR guide (guide 1).
 
-    num_processes: total over all nodes, one per GPU. gpu_memory_gb, compute: memory in GiB of the GPU with the least
-    memory, and lowest compute capability of the GPUs; None without GPUs. cores, ram_gb: CPU cores and GiB of RAM per
-    node. deepspeed: whether to use DeepSpeed. batch_size: batch size per GPU, if it is already fixed.
-    processes_per_node: default: num_processes. In the result, dataloader_num_workers is the total per node.
+    num_processes: total over all nodes, one per GPU. gpu_memory_gb: GiB of memory on the smallest GPU. compute: lowest
+    compute capability of the GPUs. Both are None without GPUs. cores, ram_gb: CPU cores and GiB of RAM per node.
+    deepspeed: whether to use DeepSpeed. batch_size: batch size per GPU, if it is already fixed. processes_per_node:
+    num_processes by default. In the result, dataloader_num_workers is the total per node.
     """
     on_gpu = gpu_memory_gb is not None
     largest_batch, global_batch = 8, 256
@@ -160,7 +160,7 @@ def settings_for(
     def accumulation(batch: int) -> int:
         return max(1, int(global_batch / (batch * num_processes) + 0.5))
 
-    # A batch size per GPU above 16, the largest in the published guide, must lead to the same global batch size as 16.
+    # The published guide stops at 16 samples per GPU; a larger batch must give the same global batch size as 16.
     smallest = min(largest_batch, 16)
     per_gpu = smallest * accumulation(smallest)
     batch = batch_size or max(size for size in range(smallest, largest_batch + 1) if per_gpu % size == 0)

@@ -2,7 +2,7 @@
 
 Training, data preparation and prediction all open images with this module, so a model sees the same pixels in all
 three. pydicom decompresses JPEG Lossless, JPEG-LS and JPEG 2000 with GDCM (BSD license; its Python package is under
-Apache-2.0). This module does not import torch.
+Apache-2.0). torch is not imported here.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def open_image(path: str | Path) -> Image.Image:
 
 
 def open_upright(path: str | Path, window: Window | None = None, side: int | None = None, raw=False) -> Image.Image:
-    """Open an image as 8-bit gray (mode L) or RGB, rotated to the orientation in its EXIF tag.
+    """Open an image as 8-bit gray (mode L) or RGB, rotated according to its EXIF orientation tag.
 
     Gray values of more than 8 bits are scaled to 0..255 by `window` (center, width), or else by the window in the DICOM
     file, or else by the range of the image's values. side: a JPEG may be decoded at a reduced scale, which is faster,
@@ -61,7 +61,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
 
 
 def to_bytes(values: np.ndarray, window: Window | None = None, dtype=np.uint8) -> np.ndarray:
-    """Scale values linearly so that `window`, or else the range of the values, becomes 0..255.
+    """Scale values linearly so that `window` (by default, the range of the values) becomes 0..255.
 
     uint8 values without a window stay unchanged. Raises ValueError for values that are not finite.
     """

@@ -28,7 +28,7 @@ def build_command(words: list[str]) -> list[str]:
     words = [str(ROOT / "train_accelerate.py"), *(["--config", args.config] if args.config else []), *words]
     if args.method == "torchrun" or args.num_gpus == 1:
         return [f"--nproc_per_node={args.num_gpus}", *words]
-    # `accelerate launch --mixed_precision=no` leaves the choice to --mixed_precision of the training script
+    # `accelerate launch --mixed_precision=no` leaves the choice to the training script's own --mixed_precision
     launch = ["accelerate", "launch", "--multi_gpu", f"--num_processes={args.num_gpus}", "--num_machines=1"]
     return [*launch, "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", *words]
 

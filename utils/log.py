@@ -1,6 +1,6 @@
 """Logging: banner, progress lines, metrics.jsonl, TensorBoard, Weights & Biases, throughput, memory, curves.
 
-Every function may be called on all ranks; only rank 0 writes.
+All ranks use this module, but only rank 0 writes.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from distributed_utils import Ranks, combine, print_main, round_for_exact_sum
 from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
-# suffixes of metrics that are not sent to TensorBoard: interval bounds and constants
+# suffixes of metrics that are not sent to TensorBoard: bounds of confidence intervals, and constants
 NOT_PLOTTED = ("_low", "_high", "_random", "_optimal")
-# flags that may differ on resume: how far, where and how verbosely to run, and the batch flags, which resuming ignores
+# flags that may change on resume: how far, where and how verbosely to run, and batch flags, which a resume ignores
 MAY_CHANGE = """
     resume_from overwrite max_steps output_dir world_size num_workers dist_timeout gpu_shares auto_batch profile wandb
     log_every save_every keep_last batch_size gradient_accumulation_steps effective_batch_size script
@@ -48,13 +48,15 @@ def print_banner(title: str, rows: dict) -> None:
 
 
 class RunLog:
-    """Writes a run's log. step() stores the values of each optimizer step on the device; every log_every steps, they
-    are copied to the host in one transfer, summed over the ranks and written.
+    """Writes a run's log.
+
+    step() keeps the values of each optimizer step on the device. Every log_every steps, they are copied to the host in
+    one transfer, summed over the ranks and written.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
-        """losses: names of the losses, in the order of step()'s values. saved: result of state() in the checkpoint of
-        `step`, or None for a new run."""
+        """losses: names of the losses, in the order in which step() gets their values. saved: what state() returned for
+        the checkpoint at `step`; None for a new run."""
         self.folder = folder
         self.ranks = ranks
         self.names = [*losses, "grad_norm", "skipped"]
@@ -62,14 +64,14 @@ class RunLog:
         self.max_bad_steps = args.max_bad_steps
         saved = saved or {"rows": [], "bad_in_row": 0, "lr": None, "bytes": 0, "last": {}}
 
-        # values of steps that are not logged yet: this rank's, on the device; summed over the ranks, on the host
+        # steps not yet logged: `recent` has this rank's values, on the device; `rows` has sums over ranks, on the host
         self.recent: list[list[torch.Tensor]] = []
         self.rows: list[list[float]] = saved["rows"]
-        # largest over the ranks: fraction of time spent waiting for data, peak memory in GB
+        # maxima over the ranks: fraction of time spent waiting for data, and peak memory in GB
         self.worst = [0.0, 0.0]
         self.bad_in_row: int = saved["bad_in_row"]
         self.lr: float | None = saved["lr"]
-        # the last value of each metric, for summary.json; the length of metrics.jsonl
+        # the last value of each metric, for summary.json, and the length of metrics.jsonl in bytes
         self.last: dict[str, float] = saved["last"]
         self.bytes: int = saved["bytes"]
         self.wandb = None
@@ -86,7 +88,7 @@ class RunLog:
         values |= {"script": Path(sys.argv[0]).name, "world_size": self.ranks.world_size}
         path, text = self.folder / "args.yaml", yaml.safe_dump(values)
         before = None
-        # a kill may have truncated the file
+        # the file may be truncated if the run was killed
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             before = yaml.safe_load(path.read_text(encoding="utf-8"))
         if step and isinstance(before, dict):
@@ -100,7 +102,7 @@ class RunLog:
         # drop lines logged after the checkpoint
         path, expected = self.folder / "metrics.jsonl", self.bytes
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
-        # an interrupted copy of the folder may end within a line
+        # if copying the folder was interrupted, the file may end in the middle of a line
         self.bytes = path.read_bytes().rfind(b"\n", 0, expected) + 1
         if self.bytes < expected:
             print_main(f"warning: {path}: cut short; {expected - self.bytes} bytes of it are lost")
@@ -115,21 +117,21 @@ class RunLog:
                 raise InputError(f"--wandb: {error} (or set WANDB_API_KEY, or WANDB_MODE=offline)") from None
 
     def state(self) -> dict:
-        """All ranks: return the log's entry of a checkpoint: the current log interval and the size of metrics.jsonl."""
+        """All ranks: return what a checkpoint stores of the log: the current interval and the size of metrics.jsonl."""
         self.collect()
         interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
         return interval | {"bytes": self.bytes, "last": dict(self.last)}
 
     def sync(self) -> None:
-        """Rank 0: flush metrics.jsonl to disk. Called before a checkpoint that records the file's size is written."""
-        # reopen the file: this runs in the checkpoint thread, and the main thread may have closed self.jsonl
+        """Rank 0: flush metrics.jsonl to disk. Called before writing a checkpoint, which records the file's size."""
+        # reopen the file: this runs in the checkpoint thread, and the main thread may already have closed self.jsonl
         with open(self.folder / "metrics.jsonl", "ab") as file:
             os.fsync(file.fileno())
 
     # --- each step ----------------------------------------------------------------------------------------------------
 
     def restart_clock(self) -> None:
-        """Start to measure throughput anew, for example after an evaluation, whose time must not count."""
+        """Start measuring throughput afresh, for example after an evaluation, whose time must not count."""
         self.started = time.perf_counter()
         if not self.steps_timed:
             self.opened = self.started
@@ -139,8 +141,9 @@ class RunLog:
     def step(self, values: list[torch.Tensor], step: int, samples: int, lr: float) -> None:
         """Record the values of one optimizer step. Raises RunError on all ranks after too many skipped steps in a row.
 
-        values: scalar tensors, namely the losses of each micro-batch on this rank, to be summed over micro-batches and
-        ranks, and last the gradient norm, which is equal on all ranks. A non-finite norm means a skipped step.
+        values: scalar tensors: the losses of each micro-batch on this rank, then the gradient norm. The losses will be
+        summed over micro-batches and ranks; the norm is the same on all ranks. If it is not finite, the step was
+        skipped.
         """
         self.recent.append(values)
         self.samples += samples
@@ -169,7 +172,7 @@ class RunLog:
                 raise RunError(f"{reason}; lower the learning rate, or look for bad data after the last checkpoint")
 
     def write_interval(self, step: int, epoch: int, total_steps: int) -> None:
-        """All ranks: write a log line about the steps since the last line: means of finite values, speed, memory."""
+        """All ranks: log the steps since the last log line: means of the finite values, speed, memory."""
         self.collect()
         if not self.rows:
             return
@@ -223,14 +226,14 @@ class RunLog:
             scalars = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
             self.writer.file_writer.add_summary(Summary(value=scalars), step)
         except OSError as error:
-            # not fatal here: a disk that stays full ends the run at the next checkpoint
+            # not fatal here: if the disk stays full, the run ends at the next checkpoint
             print(f"warning: {self.folder}: log not written ({error.strerror})", file=sys.stderr, flush=True)
         if self.wandb:
             self.wandb.log({**values, "epoch": epoch}, step=step)
 
     def close(self) -> None:
         if self.ranks.is_main:
-            # write() has reported a full disk already
+            # write() has already reported a full disk
             with contextlib.suppress(OSError):
                 self.writer.close()
             with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
 """The parts of a training loop that every script shares: steps, evaluations, checkpoints and resuming.
 
-Each script writes its own loop and loss around two classes. `Run` manages the run folder, also for --eval_only;
-`Training` runs the steps and writes checkpoints, on an engine from utils/engine.py. Three rules keep resuming simple:
+Each script writes its own loop and loss around two classes. `Run` manages the run folder, also with --eval_only.
+`Training` runs the steps and writes checkpoints; it uses an engine from utils/engine.py. Three rules keep resuming
+simple:
 
 - The checkpoint for step k is written last, after everything step k does, including its evaluation.
 - The run fixes which samples make up a step and each of its micro-batches; any rank may compute a micro-batch.
@@ -55,8 +56,8 @@ class Position:
 class BatchPlan(NamedTuple):
     """How the samples of an optimizer step are divided into micro-batches and among GPUs.
 
-    A run keeps all of this except gpu_shares when it resumes on another number of GPUs (see plan_batches() for the one
-    exception). lr_factor: how much larger the batch is than --batch_size, for --lr_scaling. gpu_shares: how many
+    A run that resumes on a different number of GPUs keeps all of this except gpu_shares; see plan_batches() for the one
+    exception. lr_factor: size of the batch as a multiple of --batch_size, for --lr_scaling. gpu_shares: how many
     micro-batches each rank gets, relative to the other ranks.
     """
 
@@ -91,8 +92,8 @@ class Plan:
 class Run:
     """Manages a run folder: its lock, the loaded checkpoint, the run's position, figures and summary files.
 
-    checkpoint: the contents of the checkpoint to resume or evaluate; None for a new run, and after Training has
-    restored it.
+    checkpoint: contents of the checkpoint to resume from or to evaluate; None for a new run, and from the moment that
+    Training begins.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class Run:
         """All ranks: lock the run folder and load the checkpoint. Nothing is written or deleted until Training begins.
 
         format: name and version of the script's checkpoint format. advice: printed when memory runs out. model_flags:
-        flags that define the model and its data; on resume their values come from the checkpoint. With --eval_only or
-        --predict the folder is not locked, and the checkpoint is --resume_from, or else best.pt. Raises InputError.
+        flags that define the model and its data; their values come from the checkpoint if one is loaded. With
+        --eval_only or --predict the folder is not locked, and the checkpoint is the one that --resume_from names, or
+        else best.pt. Raises InputError.
         """
         self.folder = Path(args.output_dir)
         self.format, self.ranks, self.advice, self.model_flags = format, ranks, advice, model_flags
@@ -138,11 +140,12 @@ class Run:
     def plan_batches(
         self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective_batch_size: int | None
     ) -> BatchPlan:
-        """All ranks: divide the batch as the flags say; a resumed run keeps the division in its checkpoint.
+        """All ranks: divide the batch into micro-batches as the flags say, or as the checkpoint says on resume.
 
-        try_once(size): run a forward and backward pass of the largest possible micro-batch of `size` samples, without
-        collectives. With --auto_batch all ranks halve the micro-batch until it fits into the memory of each; if that
-        happens on resume, the result stays the same but its bits change. Raises RunError if one sample is too many.
+        try_once(size): run a forward and backward pass, without collectives, of a worst-case micro-batch: `size`
+        samples that need the most memory. With --auto_batch all ranks halve the micro-batch until it fits into the
+        memory of each; if they do so on resume, results are the same up to rounding. Raises RunError if not even one
+        sample fits.
         """
         args, ranks = self.args, self.ranks
         micro_batch_size, global_batch_size = batch_size, effective_batch_size
@@ -179,25 +182,25 @@ class Run:
     def heartbeat(self, place: str) -> None:
         """Record that this rank is alive and what it is doing (`place`); while training, also reset the watchdog.
 
-        The watchdog writes this rank's stack traces shortly before the ranks that wait for it time out.
+        If not reset, the watchdog writes this rank's stack traces shortly before the ranks that wait for it time out.
         """
         self.ranks.record_position(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
-        # resetting the watchdog starts a thread, which is too slow for every step
+        # resetting the watchdog starts a thread, which is too slow to do at every step
         if self.stack_file and now - self.watchdog_reset > 0.1 * timeout:
             faulthandler.dump_traceback_later(0.9 * timeout, file=self.stack_file)
             self.watchdog_reset = now
 
     def start_loader(self, loader: DataLoader) -> Iterator:
         """Return an iterator over the loader's batches. The first call for a loader forks its workers."""
-        # do not fork while the checkpoint thread runs: the workers would inherit locks that it holds, for ever
+        # do not fork while the checkpoint thread runs: locks that it holds would stay locked in the workers for ever
         if self.writer.thread and loader.num_workers and loader._iterator is None:
             self.writer.thread.join()
         with du.hold_signals():
             return iter(loader)
 
     def batches(self, loader: DataLoader, equal_passes: bool = False) -> Iterator:
-        """All ranks: yield an evaluation's batches, on the device. All raise InputError if a sample is unusable.
+        """All ranks: yield an evaluation's batches, on the device. If a sample is unusable, all raise InputError.
 
         equal_passes: pad to the same number of batches on every rank; padding batches have "index" -1.
         """
@@ -215,7 +218,7 @@ class Run:
                 raise InputError(error)
 
     def figure(self, name: str, figure) -> None:
-        """Rank 0: save a matplotlib figure as figures/<name>.png, and in training also to TensorBoard.
+        """Rank 0: save a matplotlib figure as figures/<name>.png and, during training, also to TensorBoard.
 
         Does nothing if `figure` is None.
         """
@@ -241,7 +244,7 @@ class Run:
 
 
 class Training:
-    """Runs the training from the run's position to its end: optimizer steps, logging, checkpoints, best.pt."""
+    """Trains from the run's current position to its last step: optimizer steps, logging, checkpoints, best.pt."""
 
     def __init__(
         self,
@@ -252,11 +255,11 @@ class Training:
         extra: Callable[[], dict] = dict,
         best_names: tuple[str, ...] = ("best.pt",),
     ):
-        """All ranks: begin to write to the run folder, and restore the log. Call it when all inputs have been checked.
+        """All ranks: begin to write to the run folder, and restore the log. Call after all inputs have been checked.
 
-        args: run.args, possibly completed by the script. extra: called at each save; returns the script's own entries
-        of the checkpoint. best_names: file names of the best checkpoint; a script that trains in stages puts the
-        current stage's file first. Raises InputError if the checkpoint's invariants differ from the plan's.
+        args: run.args, to which the script may have added values. extra: called at each save; returns the script's own
+        entries for the checkpoint. best_names: file names of the best checkpoint; a script that trains in stages puts
+        the current stage's file first. Raises InputError if the checkpoint's invariants differ from the plan's.
         """
         self.run, self.args, self.engine, self.batch, self.extra = run, args, engine, plan.batch, extra
         self.ranks, self.position, self.best_names = run.ranks, run.position, best_names
@@ -290,7 +293,7 @@ class Training:
             try:
                 if self.ranks.is_main:
                     best_counts = checkpoint.begin_run(run.folder, saved, args.overwrite, best_names)
-                # faulthandler needs the file open during the whole training
+                # faulthandler needs this file open throughout training
                 run.stack_file = open(run.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
                 self.log = RunLog(run.folder, self.ranks, plan.losses, args, saved and saved["log"], self.position.step)
             except OSError as error:
@@ -317,7 +320,7 @@ class Training:
             )
 
     def start_stage(self, engine: Engine, batch: BatchPlan, best_names: tuple[str, ...]) -> None:
-        """All ranks: begin a stage that trains other weights and has its own best checkpoint."""
+        """All ranks: begin a stage, which trains different weights and has its own best checkpoint."""
         self.engine.close()
         self.engine, self.batch, self.best_names = engine, batch, best_names
         self.invariants |= batch.invariants()
@@ -328,11 +331,11 @@ class Training:
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
         """All ranks: yield optimizer steps until the next evaluation, the end of the epoch or the end of the run.
 
-        count: maps the list of this rank's batches in a step (possibly empty) to a fixed number of counts; step.totals
-        are their sums over all ranks. A small all-reduce on the host, overlapped with the previous step, sums these
-        counts and announces stop signals and unusable samples (non-empty "error" entries) to all ranks. If any rank
+        count: maps the list of this rank's batches in a step (it may be empty) to a fixed number of counts; step.totals
+        are their sums over all ranks. A small all-reduce on the host sums these counts and tells all ranks about stop
+        signals and unusable samples (non-empty "error" entries); it overlaps with the previous step. If any rank
         receives a stop signal, all ranks stop one or two steps later and `stopped` holds the exit code for the signal.
-        An unusable sample raises InputError on all ranks.
+        Raises InputError on all ranks if a sample is unusable.
         """
         position, sampler = self.position, loader.batch_sampler
         if self.stream is None or self.samples_read != position.samples:
@@ -389,7 +392,7 @@ class Training:
         return self.log.last.get(name)
 
     def signalled(self) -> int:
-        """All ranks: return the exit code for a stop signal that any rank has received, or 0."""
+        """All ranks: return the exit code for a stop signal if any rank has received one, otherwise 0."""
         return du.reduce_max([self.stop.code])[0]
 
     def _write_trace(self) -> None:
@@ -403,8 +406,8 @@ class Training:
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
         """All ranks: log an evaluation and save a checkpoint if one is due. Call this each time steps() ends.
 
-        metrics: results of the evaluation, {} if there was none. headline: the metric whose best value so far makes the
-        checkpoint best.pt. lower: a lower headline is better.
+        metrics: results of the evaluation, {} if there was none. headline: name of the metric that decides which
+        checkpoint is best.pt. lower: whether a lower value is better.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -415,7 +418,7 @@ class Training:
         where = position.step, position.epoch + 1
         complete = position.step == self.planned_steps
         paused = self.is_over() and not complete
-        # an evaluation caused only by --max_steps must not count for best.pt: the uninterrupted run has none here
+        # an evaluation made only because of --max_steps must not affect best.pt: an uninterrupted run has none here
         planned = self.epoch_over or self.evaluation_due or complete
 
         if complete:
@@ -450,7 +453,7 @@ class Training:
         return (ended or step % 500 == 0) and du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def save(self, best: bool = False) -> None:
-        """All ranks: write a checkpoint of the current position, unless it was written already.
+        """All ranks: write a checkpoint of the current position, unless there is one already.
 
         Raises RunError on all ranks if the previous checkpoint could not be written or the ranks' weights differ.
         """
@@ -474,14 +477,14 @@ class Training:
     def save_and_stop(self) -> int:
         """All ranks: save a checkpoint after a stop signal; return the exit code."""
         self.save()
-        # close the log before wait(), after which other ranks may exit: srun then kills rank 0
+        # close the log before wait(): when wait() returns, other ranks may exit, and srun then kills rank 0
         self.log.close()
         self.run.writer.wait()
         du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
         return self.stopped
 
     def flush(self) -> None:
-        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if writing it failed."""
+        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if that failed."""
         self.run.writer.wait()
 
     def load_best(self) -> int:
@@ -491,7 +494,7 @@ class Training:
         """
         self.flush()
         if self.is_over():
-            # everything is saved, so a signal may end the final test immediately; resuming repeats it
+            # everything is saved, so a signal may end the final test at once; resuming repeats the test
             self.stop.at_once = b""
             if self.ranks.is_main:
                 self.log.writer.flush()
@@ -563,10 +566,10 @@ class Step:
     """This rank's part of one optimizer step.
 
     samples: number of samples on all ranks. numbers: indices, within the step, of the micro-batches that this rank
-    computes. batches: the data of these micro-batches. DDP needs a pass from every rank, so a rank without a
-    micro-batch has one batch here and computes it with loss weight 0 (with --deterministic, too). totals: sums over all
-    ranks of the counts in steps(). passes: number of forward passes on this rank; passes beyond its micro-batches
-    repeat the last batch with loss weight 0.
+    computes. batches: the data of these micro-batches; DDP needs a pass from every rank, so a rank without a
+    micro-batch still has one batch and computes it with loss weight 0 (also with --deterministic). totals: sums over
+    all ranks of the counts that steps() describes. passes: number of forward passes on this rank; if it exceeds the
+    number of micro-batches, the last batch is repeated with loss weight 0.
     """
 
     training: Training
@@ -589,11 +592,11 @@ class Step:
                 yield du.to_device(batch, device)
 
     def backward(self, *losses: Tensor, through: tuple[Tensor, Tensor] | None = None) -> None:
-        """Run the backward pass of losses[0], this micro-batch's term of the step's loss; all losses are logged.
+        """Run the backward pass of losses[0], this micro-batch's term of the step's loss; log all losses.
 
-        through: (output, gradient), for a loss that is not a sum over micro-batches: the model's output for this
-        micro-batch and the gradient of the step's loss with respect to that output. A non-finite loss makes the
-        gradients non-finite on every rank, so all ranks skip the step.
+        through: for a loss that is not a sum over micro-batches, the pair (model's output for this micro-batch,
+        gradient of the step's loss with respect to that output). A non-finite loss makes the gradients non-finite on
+        every rank, so all ranks skip the step.
         """
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
         if through:
@@ -605,8 +608,7 @@ class Step:
     def update(self, lr: float) -> None:
         """Clip the gradients, update the weights with learning rate `lr`, and log the step.
 
-        If a gradient is not finite, the weights stay unchanged. The host synchronizes with the GPU only once per log
-        interval.
+        If a gradient is not finite, the weights stay unchanged. The host waits for the GPU only once per log interval.
         """
         training, log, position = self.training, self.training.log, self.training.position
         grad_norm = training.engine.update(lr)
@@ -625,7 +627,7 @@ def error_in(batch: dict) -> str:
 def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
     """Seed torch's generators, which dropout draws from, as a function of (seed, step, micro-batch).
 
-    step: optimizer steps completed so far. micro_batch: index within the step, whichever rank computes it.
+    step: number of completed optimizer steps. micro_batch: index within the step, counted over all ranks.
     """
     sequence = np.random.SeedSequence([seed % 2**63, step, micro_batch])
     seed = int(sequence.generate_state(1, np.uint64)[0])
@@ -639,9 +641,9 @@ def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -
 
 
 def gpu_shares_from(seconds: list[float]) -> list[int]:
-    """Return each rank's share of a step's micro-batches, 10 for the fastest rank, in proportion to its speed.
+    """Return each rank's share of a step's micro-batches: proportional to its speed, 10 for the fastest rank.
 
-    seconds: time that each rank takes for the same pass. Ranks within 25 % of each other count as equally fast, because
+    seconds: the time each rank takes for the same pass. Ranks within 25 % of each other count as equally fast, because
     identical ranks on a busy machine differed by up to 21 %.
     """
     fastest_of, fastest = {}, 0.0
@@ -655,7 +657,7 @@ def gpu_shares_from(seconds: list[float]) -> list[int]:
 def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
     """Return the seconds that try_once(size) takes, or inf if memory runs out.
 
-    Leaves the model's gradients and buffers and the random state unchanged.
+    Afterwards the gradients are None; the model's buffers and the random state are as before.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buffers = [buffer.clone() for buffer in model.buffers()]
@@ -674,7 +676,7 @@ def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> 
                 passes += 1
             seconds = (time.perf_counter() - begun) / passes
             if on_gpu:
-                # memory that NCCL, cuDNN and cuBLAS allocate outside torch's caching allocator
+                # reserve what NCCL, cuDNN and cuBLAS allocate outside torch's caching allocator
                 held.append(torch.empty(1_500_000_000, dtype=torch.uint8, device=trained[0].device))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):

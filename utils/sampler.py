@@ -1,6 +1,6 @@
-"""Batch samplers: an epoch's order, a step's micro-batches, and each rank's share of them in training and evaluation.
+"""Batch samplers for training and evaluation: an epoch's order, a step's micro-batches, and each rank's share of them.
 
-The order is a function of (seed, epoch). The number of ranks decides which rank computes a micro-batch, never which
+The order is a function of (seed, epoch). The number of ranks affects which rank computes a micro-batch, but never which
 samples the micro-batch contains.
 """
 
@@ -10,7 +10,7 @@ from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-# least number of samples for which order() is called: below about 1000, a call is mostly overhead
+# call order() for at least this many samples at once: below about 1000, a call is mostly overhead
 POSITIONS_PER_CALL = 2048
 
 
@@ -21,10 +21,10 @@ class Index(int):
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the sample indices at `positions` in an epoch's shuffled range(size); int64 arrays of one shape.
+    """Return the sample indices at `positions` in range(size) as shuffled for an epoch; both are int64 arrays.
 
-    A keyed bijection (Feistel network of 8 rounds with cycle walking) computes any part of the order by itself, so
-    shuffling 300 million samples takes no memory.
+    A keyed bijection (Feistel network of 8 rounds with cycle walking) can compute any part of the order without the
+    rest, so shuffling even 300 million samples takes no memory.
     """
     # the network permutes range(4**bits), the smallest such range that contains range(size)
     keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
@@ -58,13 +58,13 @@ class ImageGroups:
     """
 
     def __init__(self, image_of: np.ndarray, size: int):
-        """image_of: integers (N,), for each question the index of its image."""
+        """image_of: integers (N,), the index of each question's image."""
         self.size, self.sorted = size, None
         starts = self._starts(image_of)
         if len(np.unique(image_of[starts])) < len(starts):
             self.sorted = np.argsort(image_of, kind="stable")
             starts = self._starts(image_of[self.sorted])
-        # for each image: index of the first question, number of questions, and number of groups up to this image's last
+        # for each image: index of its first question, number of its questions, number of groups up to its last one
         self.first, self.questions = starts, np.diff(starts, append=len(image_of))
         self.last_group = np.cumsum(-(-self.questions // size))
         self.epoch: tuple[int, int] | None = None
@@ -74,7 +74,7 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return arrays with each group's image, the image's questions in earlier groups, and the group's questions."""
+        """Return arrays: each group's image, number of the image's questions in earlier groups and in this one."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)
@@ -100,10 +100,10 @@ class ImageGroups:
 
 
 class TrainBatchSampler:
-    """Yields this rank's micro-batches of an epoch as lists of indices.
+    """Yields this rank's micro-batches in an epoch as lists of indices.
 
-    An optimizer step takes the next effective_batch_size samples of the epoch's order, cut into micro-batches of
-    micro_batch_size; the last step and the last micro-batch of a step may be smaller.
+    An optimizer step takes the next effective_batch_size samples in the epoch's order and cuts them into micro-batches
+    of micro_batch_size. The last step and the last micro-batch of a step may be smaller.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class TrainBatchSampler:
         self.rank = rank
         self.seed = seed
         self.groups = groups
-        # rank r computes a step's micro-batches between the fractions ends[r] / ends[-1] and ends[r + 1] / ends[-1]
+        # of a step's micro-batches, rank r computes those from fraction ends[r] / ends[-1] to ends[r + 1] / ends[-1]
         self.ends = [0, *accumulate(gpu_shares or [1] * world_size)]
         self.set_position(0)
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
-        """Set where the next iteration starts: in this epoch, after `samples` samples, counted over all ranks."""
+        """Make the next iteration start in this epoch, after `samples` samples, counted over all ranks."""
         self.epoch = epoch
         self.start = samples
         self.epoch_order: np.ndarray | None = None
@@ -137,8 +137,10 @@ class TrainBatchSampler:
         return math.ceil(self.num_samples / self.effective_batch_size)
 
     def share(self, first: int) -> tuple[int, range]:
-        """Return (number of samples on all ranks, indices of this rank's micro-batches) of the step that starts after
-        the epoch's first `first` samples."""
+        """Return (number of samples on all ranks, indices of this rank's micro-batches) for a step.
+
+        first: number of samples in the epoch before this step.
+        """
         samples = min(self.effective_batch_size, self.num_samples - first)
         micro_batches = math.ceil(samples / self.micro_batch_size)
         begin, end = (micro_batches * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
@@ -155,9 +157,9 @@ class TrainBatchSampler:
         return permute(positions, self.num_samples, self.seed, self.epoch)
 
     def global_batch(self, first: int) -> np.ndarray:
-        """Return the sample indices (int64) of all ranks in the step after the epoch's first `first` samples.
+        """Return the sample indices (int64) of all ranks in a step. first: as in share().
 
-        Caches the epoch's order, 8 bytes per sample.
+        Caches the epoch's order, which takes 8 bytes per sample.
         """
         if self.epoch_order is None:
             self.epoch_order = self.order(np.arange(self.num_samples))
@@ -171,7 +173,7 @@ class TrainBatchSampler:
         positions: list[np.ndarray] = []
         for first in range(self.start, self.num_samples, self.effective_batch_size):
             samples, micro_batches = self.share(first)
-            # DDP needs a pass from every rank, so a rank without a micro-batch computes the first one, with weight 0
+            # DDP needs a pass on every rank, so a rank without a micro-batch computes the first one with weight 0
             for micro_batch in micro_batches or [0]:
                 begin = first + micro_batch * self.micro_batch_size
                 positions.append(np.arange(begin, min(begin + self.micro_batch_size, first + samples)))
@@ -189,10 +191,10 @@ class TrainBatchSampler:
 
 
 class EvalBatchSampler:
-    """Yields this rank's batches of an evaluation; over all ranks, every sample occurs exactly once.
+    """Yields this rank's batches in an evaluation; over all ranks, every sample occurs exactly once.
 
-    Batches do not depend on the world size: a sample is always computed together with the same others, so its result is
-    the same to the bit. Small sets get smaller batches, so that up to 8 ranks have work.
+    Batches do not depend on the world size: a sample is always in a batch with the same others, so its result is
+    bit-identical on any number of ranks. Small sets get smaller batches, so that up to 8 ranks have work.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):

@@ -19,8 +19,8 @@ RESAMPLES = 1000
 def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
     """Return the 95 % confidence interval (low, high) of the mean of `values`, clustered by case.
 
-    cases: the case (patient or study) of each value. bounded: whether the values lie in 0..1; False for others, such as
-    paired differences between two models. The interval is (nan, nan) with fewer than two cases.
+    cases: the case (patient or study) of each value. bounded: whether the values lie in 0..1; False for other values,
+    such as paired differences between two models. The interval is (nan, nan) if there are fewer than two cases.
     """
     from scipy.stats import beta, norm, t
 
@@ -49,7 +49,7 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
 
 
 def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
-    """Draw 1000 bootstrap samples of the cases (patients or studies) within strata, the same ones in every call.
+    """Draw 1000 bootstrap samples of the cases (patients or studies) within strata; every call draws the same samples.
 
     cases, strata: case and stratum of each evaluated row, such as a question. Returns how often each row occurs in each
     bootstrap sample, (1000, rows) float32.
@@ -83,7 +83,7 @@ def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[i
     arranged in a ring in random order, and the rows of each case are paired with rows of the case before it. If a kind
     has only one case, the rows come from a ring of all cases instead. Returns None if all rows belong to one case.
     """
-    # rows_of[kind][case] lists the row indices of a case; the kind None comes first and contains all rows
+    # rows_of[modality][case]: row indices of a case; the key None, placed first, holds the rows of all modalities
     rows_of = defaultdict(lambda: defaultdict(list))
     for row, (case, kind) in enumerate(zip(cases, kinds, strict=True)):
         rows_of[None][case].append(row)

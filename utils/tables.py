@@ -1,6 +1,6 @@
 """Read user-supplied tables (CSV or parquet) and assign their patients to the train, val and test splits.
 
-This module does not import torch.
+torch is not imported here.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from utils.images import IMAGE_ENDINGS
 
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
-# texts that count as empty cells, in lower case
+# cell texts (in lower case) that count as empty
 BLANK = ("", "na", "nan", "n/a", "null", "none")
 # DECIMAL: a number, with or without a decimal comma. THOUSANDS: a number with a thousands separator, such as "1,234".
 DECIMAL, THOUSANDS = r"[+-]?\d*,?\d+(e[+-]?\d+)?", r"[+-]?\d{1,3},\d{3}"
@@ -48,7 +48,7 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path) -> Rows:
-    """Return the rows of a parquet or CSV file (separated by commas, semicolons or tabs).
+    """Return the rows of a parquet file, or of a CSV file with commas, semicolons or tabs as separators.
 
     Row numbers count the header as row 1. In numeric columns, decimal commas are replaced with points, and rank 0
     prints the names of these columns; "1,234" in a comma-separated file stays unchanged, because it may mean 1234.
@@ -116,9 +116,9 @@ def find_column(rows: Rows, *names: str) -> str:
 def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]:
     """Return the (image path, question) pairs to predict.
 
-    predict: value of --predict: an image, a folder of images, or a CSV file with image paths relative to the CSV file's
-    folder. question: value of --question, for images without a question in the CSV file. Raises InputError if there is
-    no image, or if a row of the CSV file has no question and --question is not set.
+    predict: the value of --predict (an image, a folder of images, or a CSV file with image paths relative to its own
+    folder). question: the value of --question, for images without a question in the CSV file. Raises InputError if
+    there is no image, or if a row of the CSV file has no question and --question is not set.
     """
     path = Path(predict)
     if path.suffix.lower() == ".csv":
@@ -176,7 +176,7 @@ def split_of(patient: str, seed: int, shares: tuple[float, float, float]) -> str
 def in_two_splits(rows: Iterable[tuple]) -> list[str]:
     """Return the sources of all rows whose split differs from that of the first row with the same key.
 
-    rows: tuples (key, split, source), such as a patient, "train" and "patients.csv:7".
+    rows: tuples (key, split, source), such as ("patient 12", "train", "patients.csv:7").
     """
     first: dict = {}
     return [source for key, split, source in rows if first.setdefault(key, split) != split]

@@ -1,9 +1,9 @@
-"""Read NIfTI and DICOM volumes, as hospitals export them, and reorient their axes.
+"""Read NIfTI and DICOM volumes as exported by hospitals, and reorient their axes.
 
 DICOM slices are sorted by position, never by slice number or file name; missing, duplicate, shifted or mismatched
 slices are an error. The geometry is checked here because no library checks all of it: SimpleITK averages over gaps
 between slices and reads only the first of two series, dicom2nifti trusts InstanceNumber, and highdicom rejects files
-without FrameOfReferenceUID. pydicom with GDCM decodes as fast as SimpleITK. This module does not import torch.
+without FrameOfReferenceUID. pydicom with GDCM decodes as fast as SimpleITK. torch is not imported here.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class Volume(NamedTuple):
 
 
 def describe(summaries: np.ndarray, orientation: str | None) -> str:
-    """Return a line of text for the banner about the axis directions and voxel sizes of a data set's volumes.
+    """Return one line for the banner: the axis directions and voxel sizes of the volumes in a data set.
 
     summaries: (N, 6), Volume.summary() of each volume. orientation: axis directions to which the volumes were
     reoriented, or None.
@@ -146,7 +146,7 @@ def _find_series(path: Path) -> dict:
 
 
 def _read_tags(series: dict) -> np.ndarray:
-    """Return the numbers in the DICOM tags listed in TAGS, for each slice, as an array (slices, 15).
+    """Return the values of the DICOM tags in TAGS, one row per slice, as an array (slices, 15).
 
     Raises InputError for a missing or unusable tag.
     """
@@ -217,5 +217,5 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     affine = np.eye(4)
     step = (positions[-1] - positions[0]) / len(gaps)
     affine[:3] = np.column_stack([axes[0] * width, axes[1] * height, step, positions[0]])
-    # DICOM coordinates are LPS and those of the affine matrix RAS+, so the signs of x and y change
+    # DICOM coordinates are LPS, but those of the affine matrix are RAS+, so x and y change sign
     return stack.transpose(2, 1, 0), np.diag([-1, -1, 1, 1]) @ affine

@@ -120,8 +120,8 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
 
     files: paths of text files with patient ids, either three (training, validation, test) or two (training, test), in
     which case a random tenth of the training patients is used for validation. If `files` is None or empty, the split is
-    random, with shares of 80/10/10 %. `seed` determines the random choices. Raises InputError for an unusable file, or
-    if there are too few patients.
+    random (80/10/10 %). `seed` determines the random choices. Raises InputError for an unusable file, or if there are
+    too few patients.
     """
     index_of = {patient.id: index for index, patient in enumerate(patients)}
     parts = [list(range(len(patients)))]
@@ -208,9 +208,10 @@ def is_mirrored(view: int, flag: str) -> bool:
 
 
 def make_drrs(root: Path) -> int:
-    """Render X-rays that are missing in data folder `root` by projecting the CTs; return the number of X-rays rendered.
+    """Render X-rays that are missing in data folder `root` by projecting the CTs; return how many were rendered.
 
-    Call on all ranks, which share the rendering; every rank returns the total. Raises InputError for an unusable CT.
+    Call on all ranks: the rendering is split among them; every rank returns the total. Raises InputError for an
+    unusable CT.
     """
     from PIL import Image
 
@@ -239,8 +240,9 @@ class Data:
     def __init__(self, args: Namespace, sizes: list[list[int]]):
         """Find, check and split the patients of --dataset_path and cache their decoded files.
 
-        Call on all ranks, which share the reading of the files. sizes: the voxel grid (X, Y, Z) of each stage of the
-        cascade. Raises InputError on all ranks if files are missing or unusable, or if X-rays do not match their CTs.
+        Call on all ranks: the reading of the files is split among them. sizes: the voxel grid (X, Y, Z) of each stage
+        of the cascade. Raises InputError on all ranks if files are missing or unusable, or if X-rays do not match their
+        CTs.
         """
         self.args = args
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
@@ -262,11 +264,11 @@ class Data:
         self.extent = extents[train].mean(0).tolist()
 
     def survey(self) -> tuple[np.ndarray, ...]:
-        """Read the files of all patients and cache them on disk. Call on all ranks, which share the patients.
+        """Read the files of all patients and cache them on disk. Call on all ranks: the patients are split among them.
 
-        Returns four arrays with an entry for every patient: line integrals through the CT, the X-rays at the same size,
-        both (patients, views, CHECK_SIDE, CHECK_SIDE), the CT's field of view in mm (patients, 3), and Volume.summary()
-        of the CT (patients, 6). Raises an InputError that lists all patients with unusable files.
+        Returns four arrays with an entry for every patient: line integrals through the CT and the X-rays at the same
+        size (both (patients, views, CHECK_SIDE, CHECK_SIDE)), the CT's field of view in mm (patients, 3), and
+        Volume.summary() of the CT (patients, 6). Raises an InputError that lists all patients with unusable files.
         """
         rank, world_size = du.world()
 
@@ -292,7 +294,7 @@ class Data:
         return tuple(map(np.stack, zip(*rows, strict=True)))
 
     def check_alignment(self, rays: np.ndarray, images: np.ndarray) -> None:
-        """Raise InputError if X-rays are flipped relative to their CTs or show other patients than their CTs.
+        """Raise InputError if X-rays are flipped relative to their CTs or do not show the same patients.
 
         rays: line integrals through the CTs. images: the X-rays. Both are (patients, views, CHECK_SIDE, CHECK_SIDE). If
         flipping the X-rays clearly improves their correlation with the line integrals, the error names the command-line
@@ -363,7 +365,7 @@ class Data:
         return self._decode(patient, tuple(size))
 
     def header(self, patient: Patient) -> tuple[np.ndarray, ...]:
-        """Return a CT's field of view (3,) in mm, its Volume.summary() (6,) and the line integrals through the CT.
+        """Return a CT's field of view (3,) in mm, its Volume.summary() (6,) and the line integrals through it.
 
         The line integrals are (views, CHECK_SIDE, CHECK_SIDE). Raises InputError if the CT is unusable.
         """
@@ -406,11 +408,11 @@ def load_xrays(patient: Patient, args: Namespace) -> Tensor:
 
 @functools.cache
 def cache_path(folder: str, source: Path, content: tuple) -> Path:
-    """Return the path of the cache file for data decoded from `source`, an X-ray, a CT or a folder of DICOM slices.
+    """Return the path of the cache file for data decoded from `source` (an X-ray, a CT or a folder of DICOM slices).
 
     content: identifies the decoded data, for example the size of the voxel grid. The name of the cache file depends on
-    the source's size and modification time, so that a modified source gets a new cache file. Paths are memoized, so a
-    process does not notice modifications that follow its first call for a source.
+    the source's size and modification time, so that a modified source gets a new cache file. Paths are memoized: a
+    process does not notice if a source is modified after the first call for it.
     """
     files = files_of(source) if source.is_dir() else [source]
     return Path(folder, hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32] + ".npy")
@@ -457,12 +459,12 @@ class XrayCtDataset(Dataset):
     X-rays in -1..1, consistent with the volume. input_xrays (views, H, W): the X-rays to feed to the network. index:
     the patient's index in the split. row: the patient's index among the training patients that the ridge regression
     geometry.Prior was fitted to, or -1. seed, an integer, and draws (3,), in 0..1: random numbers that depend only on
-    the run's seed, the epoch (in training) and the patient. other: the X-rays of the next patient in the test split,
-    empty in other splits. error: why the patient's files cannot be used, or "".
+    the run's seed, the epoch (during training) and the patient. other: the X-rays of the next patient in the test
+    split, empty in other splits. error: why the patient's files cannot be used, or "".
 
-    In training, augmentation shifts the volume and its X-rays up or down by up to 5 % of the height; the rows of both
-    views run along z, so the shifted X-rays still match the shifted volume. Augmentation also varies the exposure and
-    noise of input_xrays. Images are never flipped: a horizontal flip swaps left and right in the frontal view, but
+    During training, augmentation shifts the volume and its X-rays up or down by up to 5 % of the height; the rows of
+    both views run along z, so the shifted X-rays still match the shifted volume. Augmentation also varies the exposure
+    and noise of input_xrays. Images are never flipped: a horizontal flip swaps left and right in the frontal view, but
     front and back in the lateral view, so no flip of the volume would match both.
     """
 

@@ -30,7 +30,7 @@ P_MAX = 10.0
 VIEWS = ("pa", "lat")
 # axis of a volume (B, C, X, Y, Z) along which the rays run, for each view in VIEWS
 RAYS = (3, 2)
-# smallest standard deviation that a line integral's noise may have, to allow for fp32 rounding errors
+# lower limit for the standard deviation of the noise in line integrals, to allow for fp32 rounding errors
 LEAST_NOISE = 1e-4
 PRIOR_RANK = 64
 
@@ -153,7 +153,7 @@ def ray_sums(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | lis
 def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections: int) -> Tensor:
     """Correct volumes (B, 1, X, Y, Z) in -1..1 so that they agree with the X-rays within the X-rays' noise.
 
-    xrays: sums of voxel values along rays, from ray_sums(). variance: expected squared error of a voxel before the
+    xrays: sums of voxel values along rays, from ray_sums(). variance: expected squared error of a voxel before
     correction. corrections: number of iterations. Gradients are not tracked.
 
     Let A be the matrix that sums a volume V along the rays, and A' its transpose. If each voxel of V has an independent
@@ -163,8 +163,8 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
 
     For two views, z is computed exactly: in each axial slice, the two sums of z, one over the rays of each view, solve
     a 2 x 2 system. The corrected volume is clipped to -1..1, because nothing is less dense than air, so it no longer
-    agrees exactly. Each further iteration therefore corrects the remaining difference y - A V - N z, where z is
-    accumulated over the iterations and N z is the part of y that is attributed to noise.
+    satisfies y - A V = N z exactly. Each further iteration therefore corrects the remaining difference y - A V - N z,
+    where z is accumulated over the iterations and N z is the part of y that is attributed to noise.
     """
     with torch.autocast(volume.device.type, enabled=False):
         volume, c = volume.float(), max(variance, 1e-12)
@@ -211,10 +211,10 @@ class Prior(NamedTuple):
     X, Y, Z): principal directions of the training volumes, not normalized. centre (P,): ray means of the mean volume.
     gain (R, P): matrix that maps centred ray means to coefficients of the basis.
 
-    The last three tensors are needed only to leave a training patient out of the prediction for the same patient.
-    coordinates (N, R): the training patients in terms of the basis. weights (N, P): matrix that maps centred ray means
-    to w. kernel (N, N): inverse of the penalized Gram matrix of the centred ray means, minus a constant. Checkpoints
-    store None instead, because these tensors reveal the CTs of individual patients.
+    The last three tensors are needed only to leave a training patient out when predicting that patient's own volume.
+    coordinates (N, R): coordinates of the training patients in the basis. weights (N, P): matrix that maps centred ray
+    means to w. kernel (N, N): inverse of the penalized Gram matrix of the centred ray means, minus a constant.
+    Checkpoints store None instead, because these tensors reveal the CTs of individual patients.
     """
 
     grid: list[int]
@@ -275,9 +275,9 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
 
     volumes: (N, X, Y, Z) in -1..1. rays: (N, P), mean voxel values along rays, from rays_of().
 
-    The penalty is chosen to minimize the leave-one-out error, which has a closed form. To leave a patient out, the
-    patient must also be removed from the mean volume. The patients' weights sum to 0, so a weight of -1 / N for the
-    left-out patient cancels the patient's share of the mean, which is 1 / N.
+    The penalty is chosen to minimize the leave-one-out error, which has a closed form. A patient who is left out must
+    also be removed from the mean volume. The patients' weights sum to 0, so a weight of -1 / N for the left-out patient
+    cancels that patient's share of the mean, 1 / N.
     """
     count, mean = len(volumes), volumes.mean(0)
     deviations = (volumes - mean).flatten(1)

@@ -40,8 +40,8 @@ def print_test(
     """Print the table of test scores on rank 0; return {metric name: value}.
 
     table: {row label: {column name: scores (patients,)}}. grid: size of the voxel grid, for the title. rival_run:
-    folder of another run to add as a row (--rival_run), or None. digest: hash of this run's split of the patients,
-    which the other run must share.
+    folder of another run to add as a row (--rival_run), or None. digest: hash of how this run splits the patients; the
+    other run must split them the same way.
 
     The metrics are the mean scores over the patients and the lead in PSNR over baselines, with its confidence interval.
     Raises InputError if rival_run cannot be used.
@@ -88,7 +88,7 @@ def print_test(
 def read_rival(folder: Path, digest: str, columns: list[str]) -> dict[str, dict[str, float]]:
     """Read the test scores of another run (--rival_run) as {row label: {column name: mean score}}.
 
-    folder: the other run's folder. digest: hash of this run's split of the patients. columns: names of the scores to
+    folder: the other run's folder. digest: hash of how this run splits the patients. columns: names of the scores to
     read. Raises InputError if the folder has no readable summary.json or if the other run split the patients
     differently.
     """
@@ -149,7 +149,7 @@ def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
 
 
 def write_volume(path: Path, volume: Tensor, extent: list[float], is_difference: bool = False) -> None:
-    """Write a volume (X, Y, Z) in -1..1 to a NIfTI file, in HU rounded to integers and centred at 0 mm.
+    """Write a volume (X, Y, Z) with values in -1..1 to a NIfTI file as integer HU; the volume is centred at 0 mm.
 
     extent: field of view (3,) in mm. is_difference: the volume is a difference or a standard deviation of volumes, so
     its values are scaled to HU without adding an offset. Raises RunError if the file cannot be written.

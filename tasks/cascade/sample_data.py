@@ -1,7 +1,7 @@
 """Write a data folder of synthetic patients, each with a CT and two X-rays, for train_accelerate.py.
 
-The CTs (NIfTI, HU) show torsos with lungs, spine, ribs, heart and nodules; their voxel size and orientation vary.
-Patients differ in body size, posture, heart, diaphragm and nodules; all these differences are visible in the X-rays.
+The CTs (NIfTI, HU) show torsos with lungs, a spine, ribs, a heart and nodules; their voxel size and orientation vary.
+Patients differ in body size, posture, heart, diaphragm and nodules, and all of this is visible in the X-rays.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
     radii = (uniform(44, 66), uniform(40, 54), uniform(46, 62))
     torso.add((x, 26 * depth, z), radii, normal(55, 6))
 
-    # vertebrae, and behind them the less dense spinous processes
+    # vertebrae and, behind them, the less dense spinous processes
     bone = uniform(450, 750)
     torso.add((0, -66 * depth, 0), (19, 18, 900), bone)
     torso.add((0, -92 * depth, 0), (6, 12, 900), 0.8 * bone)

@@ -7,8 +7,8 @@ Histories are stored as HDF5, in the layout of the published CompressedAD reposi
 
 Group /k contains the histories of task k, one for each of several parallel agents ("streams"). A history covers T steps
 from the beginning of learning. D is the number of coordinates. The file attribute `env` names the environment in the
-syntax of the flag --env. The published files lack this attribute; for them --env, by default darkroom, names the
-environment.
+syntax of the flag --env. The published files lack this attribute; their environment is that of --env, by default
+darkroom.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ EVAL_STREAMS = 20
 class Env(NamedTuple):
     """A reinforcement-learning environment with several tasks, given by transition tables.
 
-    An agent in state s observes only its cell, which is s % cells; states of the same cell differ in a hidden phase of
-    the task, such as the possession of a key. coordinates (cells, D): each cell's coordinates, as in history files.
-    next, reward (tasks, states, actions, outcomes): next state and reward for each possible outcome of an action.
-    cumulative: cumulative probabilities of the outcomes, or None if each action has a single outcome. An episode has
-    `horizon` steps from state `start`; an agent that reaches a terminal state earlier stays there without reward.
+    An agent in state s observes only its cell, s % cells; states with the same cell differ in a hidden phase, such as
+    whether the agent has a key. coordinates (cells, D): each cell's coordinates, as in history files. next, reward
+    (tasks, states, actions, outcomes): next state and reward for each possible outcome of an action. cumulative:
+    cumulative probabilities of the outcomes, or None if each action has a single outcome. An episode starts in state
+    `start` and has `horizon` steps; an agent that reaches a terminal state earlier stays there without reward.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Env(NamedTuple):
         return self.next[task, state, action, outcome], self.reward[task, state, action, outcome]
 
     def _expected(self, values: np.ndarray) -> np.ndarray:
-        """Return the expectation of each action's reward plus the next state's value, (tasks, states, actions).
+        """Return the expected reward plus next-state value of each action, (tasks, states, actions).
 
         values (tasks, states): the value of each state.
         """
@@ -103,9 +103,10 @@ class Env(NamedTuple):
 
 
 def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the coordinates (i, j) of the cells of a square room, (cells, 2), and the next cells, (cells, 5).
+    """Return the coordinates of a square room's cells, (cells, 2), and the cells that actions lead to, (cells, 5).
 
-    size: cells along each side. The five actions are i + 1, i - 1, j + 1, j - 1 and stay; walls block moves.
+    size: cells along each side. In a cell (i, j), the five actions are i + 1, i - 1, j + 1, j - 1 and stay; walls block
+    moves.
     """
     coordinates = np.stack(np.divmod(np.arange(size * size), size), -1)
     moved = np.clip(coordinates[:, None] + [(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)], 0, size - 1)
@@ -115,8 +116,8 @@ def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
 def darkroom(size: int) -> Env:
     """Build Darkroom: a square room with a hidden goal, which is cell k in task k.
 
-    Each step that ends on the goal is rewarded with 1. size: cells along each side, 9 in the published CompressedAD
-    repository (guide 4).
+    Each step that ends on the goal yields a reward of 1. size: cells along each side (9 in the published CompressedAD
+    repository, guide 4).
     """
     coordinates, next_cell = grid_moves(size)
     cells = size * size
@@ -128,9 +129,9 @@ def darkroom(size: int) -> Env:
 def key_to_door(size: int) -> Env:
     """Build Key-to-Door: a square room in which an agent must find a hidden key and then a hidden door.
 
-    Key and door are each rewarded once with 1. There are at most 200 tasks, which differ in the places of key and door.
-    size: cells along each side. In a room of n cells, an agent on cell c is in state c without the key, c + n with the
-    key, and c + 2 n after it has reached the door.
+    The key and the door each yield a reward of 1, once. There are at most 200 tasks, which differ in where the key and
+    the door are. size: cells along each side. In a room of n cells, an agent on cell c is in state c without the key,
+    c + n with the key, and c + 2 n after it has reached the door.
     """
     coordinates, next_cell = grid_moves(size)
     cells = size * size
@@ -148,8 +149,8 @@ def key_to_door(size: int) -> Env:
 def gymnasium_env(name: str) -> Env:
     """Build tasks from a Gymnasium environment with a transition table P, such as FrozenLake, CliffWalking or Taxi.
 
-    In each task the action numbers have another meaning, a permutation of the original one, so that an agent must learn
-    what each action does. name: Gymnasium's name of the environment. Raises InputError if it cannot be used.
+    Each task permutes the action numbers differently, so that an agent must learn what each action does. name: the
+    environment's name in Gymnasium. Raises InputError if the environment cannot be used.
     """
     try:
         import gymnasium
@@ -184,7 +185,7 @@ def gymnasium_env(name: str) -> Env:
 
 
 def make_env(spec: str) -> Env:
-    """Build the environment that `spec` names in the syntax of the flag --env. Raises InputError for other names."""
+    """Build the environment named by `spec`, in the syntax of the flag --env. Raises InputError for unknown names."""
     kind, _, rest = spec.partition(":")
     if kind == "gym":
         return gymnasium_env(rest)
@@ -195,7 +196,7 @@ def make_env(spec: str) -> Env:
 
 
 def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split the task numbers 0 to tasks - 1 into training tasks and unseen tasks, which are used for the test.
+    """Split the task numbers 0 to tasks - 1 into training tasks and unseen tasks (for the test).
 
     There are 8 unseen tasks, or 2 to 7 if there are fewer than 64 tasks. For Darkroom, seed 0 reproduces the split of
     the published CompressedAD repository (guide 4).
@@ -212,8 +213,8 @@ def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
 def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: None) -> list[np.ndarray]:
     """Let agents act for `steps` steps; return [states, actions, next states, rewards], each (steps, agents).
 
-    task (agents,): the task number of each agent. choose(t, states) must return the agents' actions (agents,) in step
-    t; learn(t, states, actions, next states, rewards) is called after each step.
+    task (agents,): each agent's task number. choose(t, states) must return the agents' actions (agents,) at step t;
+    learn(t, states, actions, next states, rewards) is called after each step.
     """
     parts = [np.empty((steps, len(task)), kind) for kind in (np.int32, np.int8, np.int32, np.float32)]
     state = np.full(len(task), env.start)
@@ -235,9 +236,9 @@ def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
 class Search:
     """Agents that know where each action leads, but learn the goal only from the transitions they observe.
 
-    An agent moves to the nearest cell that it has not visited (ties: lowest action number) and, after its first reward,
-    takes the shortest path to the goal. In Key-to-Door, the agent searches the room once without the key and once with
-    the key. Raises InputError if the environment is not a room.
+    An agent moves toward the nearest cell that it has not visited (ties: lowest action number) and, after its first
+    reward, takes the shortest path to the goal. In Key-to-Door, the agent searches the room once without the key and
+    once with the key. Raises InputError if the environment is not a room.
     """
 
     def __init__(self, env: Env, task: np.ndarray, rng=None):
@@ -275,9 +276,9 @@ class Search:
 class Histories:
     """Loads the learning histories of all tasks into memory.
 
-    words (tasks, streams, steps, 4) int16: cell, action, next cell and action to predict, for each step of each
-    history; a task has one history per stream. rewards (tasks, streams, steps): float32. curves: for each task, an
-    array (episodes,) of the mean return per episode of the agents that produced the histories.
+    words (tasks, streams, steps, 4) int16: the cell, action, next cell and action to predict at each step of each
+    history; a task has one history per stream. rewards (tasks, streams, steps): float32. curves: for each task, the
+    recorded agents' mean return in each episode (episodes,).
     """
 
     def __init__(self, path: str, env: str | None, objective: str, seed: int):
@@ -301,9 +302,9 @@ class Histories:
 
 
 def find_file(path: str) -> Path:
-    """Find the HDF5 file of histories that --data names, directly or by its folder.
+    """Find the HDF5 file of histories, given the value of --data: the file or its folder.
 
-    Raises InputError with advice if there is no such file, or several.
+    Raises InputError with advice if there is no such file or more than one.
     """
     file = Path(path)
     if file.is_dir():
@@ -325,7 +326,8 @@ def find_file(path: str) -> Path:
 def read_file(path: Path, wanted: str | None) -> tuple[Env, list[dict]]:
     """Read a file of histories; return its environment and, for each task, a dict of the arrays in the task's group.
 
-    wanted: value of the flag --env, or None. Raises InputError if the file is unusable or of another environment.
+    wanted: value of the flag --env, or None. Raises InputError if the file is unusable or belongs to another
+    environment.
     """
     import h5py
 
@@ -367,9 +369,10 @@ def read_array(file, name: str) -> np.ndarray:
 def replay(path: Path, task: int, group: dict, env: Env) -> int:
     """Check one task's histories by replaying their actions; return how many next states had to be repaired.
 
-    group: the arrays of the task's HDF5 group; states and next_states are replaced, coordinates (T, streams, D) by
-    state numbers (T, streams). In some files, the next state of an episode's last step is the start of the following
-    episode; such next states are repaired. Raises InputError with the group, step and stream of the first error.
+    group: the arrays of the task's HDF5 group; in states and next_states, the coordinates (T, streams, D) are replaced
+    by state numbers (T, streams). In some files, the next state recorded for an episode's last step is the start of the
+    following episode; such next states are repaired. Raises InputError with the group, step and stream of the first
+    error.
     """
     limits = env.coordinates.max(0) + 1
     is_last = (np.arange(len(group["actions"])) % env.horizon == env.horizon - 1)[:, None]
@@ -405,7 +408,7 @@ def replay(path: Path, task: int, group: dict, env: Env) -> int:
 
 
 def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
-    """Raise InputError with reason, step and stream of the first error, if any history of the task has one.
+    """If a history of the task has an error, raise InputError with the reason, step and stream of the first one.
 
     wrong: {reason: boolean array (T, streams), True where a history is wrong for this reason}.
     """
@@ -416,7 +419,7 @@ def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
 
 
 def find_targets(objective: str, env: Env, task: int, states, actions, next_states, rewards, rng) -> np.ndarray:
-    """Return the actions that the network is trained to predict in one task's histories, (T, streams).
+    """Return the actions (T, streams) that the network is trained to predict in one task's histories.
 
     objective: "ad", the actions in the histories; "dpt", optimal actions, with ties broken at random (Lee et al. 2023);
     "search", the actions that a Search agent would choose after observing the history up to that step.
@@ -438,9 +441,10 @@ def find_targets(objective: str, env: Env, task: int, states, actions, next_stat
 
 
 def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
-    """Hash (seed, epoch, sample index, draw) to a random number in [0, 1) for each sample index, with splitmix64.
+    """Return a random number in [0, 1) for each sample: the splitmix64 hash of (seed, epoch, sample index, draw).
 
-    samples: indices of samples in the dataset. draw: integer by which several random numbers for one sample differ.
+    samples: indices of samples in the dataset. draw: number of the draw; each draw gives a sample a different random
+    number.
     """
     key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
@@ -454,12 +458,12 @@ class SegmentDataset(Dataset):
     """Dataset of segments, contiguous parts of learning histories.
 
     A segment consists of up to `max_depth` blocks of n_transit transitions, which the network compresses, and a context
-    of 1 to n_transit transitions, whose actions it predicts. The number of blocks is the segment's depth. In training,
-    each segment is drawn at random, depending only on (seed, epoch, sample index); the contexts of an epoch together
-    are about as long as the histories. In evaluations, the first histories of each task yield one segment of every
-    depth. from_start: fraction of segments that begin at the start of their history, like the past of an agent that
-    acts. shift: the room of each segment is moved by 0 to `shift` rows and columns, so that the network cannot memorize
-    goals.
+    of 1 to n_transit transitions, whose actions it predicts. The number of blocks is the segment's depth. During
+    training, each segment is drawn at random, depending only on (seed, epoch, sample index); the contexts of an epoch
+    together are about as long as the histories. In evaluations, each of a task's first EVAL_STREAMS histories yields
+    one segment of every depth. from_start: fraction of segments that begin at the start of their history, like an
+    acting agent's past. shift: maximum number of rows and columns by which a segment's room is moved, so that the
+    network cannot memorize goals.
     """
 
     def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
@@ -475,10 +479,10 @@ class SegmentDataset(Dataset):
         return len(self.tasks) * self.streams * self.segments_per_history
 
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """Choose the segment of each sample index; return (history, depth, end, shift), arrays with one entry for each.
+        """Choose a segment for each sample index; return the arrays (history, depth, end, shift), one entry per index.
 
-        history: number of the history, counted over the dataset's tasks. depth: number of blocks to compress. end: step
-        of the history after the last transition of the context. shift (n, 2): rows and columns to move the room by.
+        history: number of the history, counted over the dataset's tasks. depth: number of blocks to compress. end: the
+        step that follows the context's last transition. shift (n, 2): rows and columns to move the room by.
         """
         if self.train:
             history = samples // self.segments_per_history
@@ -497,18 +501,18 @@ class SegmentDataset(Dataset):
         return history, depth, end, shift
 
     def __getitems__(self, samples: list[int]) -> dict:
-        """Return the batch of the samples with these indices, sorted by descending depth.
+        """Return a batch of the samples with these indices, sorted by descending depth.
 
-        The batch contains the entries that InContextNet.forward() describes, `action` (B, n_transit), the actions to
-        predict (-100 on padding), and `index` (B,), the sample indices.
+        The batch has the entries that InContextNet.forward() describes and two more: `action` (B, n_transit), the
+        actions to predict (-100 on padding); and `index` (B,), the sample indices.
         """
         index = np.asarray(samples)
         history, depth, end, shift = self.draw(index, getattr(samples[0], "epoch", 0))
         order = np.argsort(-depth, kind="stable")
         index, history, depth, end, shift = (part[order] for part in (index, history, depth, end, shift))
         length = np.minimum(self.n_transit, end - depth * self.n_transit)
-        # block numbers in each segment (B, max_depth + 1): the blocks to compress have the numbers 0, 1, ...; the
-        # context, in the last column, has the number `depth`, because it follows block depth - 1
+        # block numbers in each segment (B, max_depth + 1): the blocks to compress are numbered 0, 1, ...; the context
+        # (last column) has the number `depth`, because it follows block depth - 1
         block = np.tile(np.arange(self.max_depth + 1), (len(end), 1))
         is_used = block < depth[:, None]
         compressed = is_used.sum(0)[:-1].tolist()

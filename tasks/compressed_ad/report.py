@@ -1,4 +1,4 @@
-"""Reports the test of CompressedAD: returns with confidence intervals, baseline agents, a table and a figure."""
+"""Report on the CompressedAD test: returns with confidence intervals, baseline agents, a table and a figure."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, first_line
 from utils.stats import interval_of_mean, shown
 
-# numbers of the episodes whose returns the table shows
+# episodes whose returns the table shows
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
 BASELINE_AGENTS = 5
 
@@ -31,10 +31,10 @@ def interval_by_task(values: np.ndarray) -> tuple[float, float]:
 
 
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
-    """Return {metric: value}: mean returns in the first and the last episodes, and of random and optimal actions.
+    """Return {metric: value}: mean returns in the first and the last episodes, and of random and optimal agents.
 
-    returns (tasks, agents, episodes): the sum of rewards in each episode. tasks: number of the task in each entry of
-    the first axis of `returns`. The metric normalized_last is 0 for random and 1 for optimal actions.
+    returns (tasks, agents, episodes): the sum of rewards in each episode. tasks: the task numbers along the first axis
+    of `returns`. The metric normalized_last is 0 for random and 1 for optimal actions.
     """
     last = last_tenth(returns)
     low, high = interval_by_task(last)
@@ -53,15 +53,14 @@ def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str,
 class TabularQ:
     """Agents that learn their task from scratch by Q-learning; high initial Q-values make them try every action.
 
-    Unlike the trained network, these agents observe whether they have the key in Key-to-Door, which the network has to
-    infer from the rewards.
+    In Key-to-Door, these agents observe whether they have the key; the trained network must infer it from the rewards.
     """
 
     optimism = 0.2
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         self.env, self.rng, self.agent = env, rng, np.arange(len(task))
-        # initial Q-value: `optimism` times the discounted return of an agent that gets the highest reward in every step
+        # initial Q-value: `optimism` times the discounted return of an agent that gets the highest reward at every step
         self.initial_value = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
         self.q = np.full((len(task), *env.next.shape[1:3]), self.initial_value)
 
@@ -79,8 +78,8 @@ class TabularQ:
 class RMax(TabularQ):
     """R-max agents (Brafman & Tennenholtz 2002) for deterministic environments.
 
-    An agent knows the outcome of an action in a state after it has tried the action there once. Untried actions have
-    the highest possible Q-value. After each new transition, the agent computes its Q-values anew by value iteration.
+    An agent knows the outcome of an action in a state once it has tried the action there. Untried actions have the
+    highest possible Q-value. After each new transition, the agent recomputes its Q-values by value iteration.
     """
 
     optimism = 1.0
@@ -112,7 +111,7 @@ class Posterior:
         certain = env.cumulative is None
         probability = np.ones(env.next.shape) if certain else np.diff(env.cumulative, axis=-1, prepend=0)
         self.tables, self.best = (env.next, env.reward, probability), env.best_actions().argmax(-1)
-        # log-likelihood of each task given each agent's transitions (agents, tasks), with noise to break ties
+        # log-likelihood (agents, tasks) of each task given each agent's transitions, with noise to break ties
         self.score = 1e-3 * rng.random((len(task), env.tasks))
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
@@ -140,7 +139,7 @@ def run_baselines(histories: Histories, tasks: list[int], episodes: int, seed: i
 
 
 def name_tasks(env: Env, tasks: list[int]) -> str:
-    """Return the text by which summary.json records the environment and the tasks that a run was tested on."""
+    """Return the text that records in summary.json which environment and tasks a run was tested on."""
     return f"{env.name}: {' '.join(map(str, tasks))}"
 
 
@@ -177,7 +176,7 @@ def report_test(
 ) -> tuple:
     """Rank 0: run the baseline agents, print the table, write the return curves to `csv`; return (results, figure).
 
-    metrics: {metric: value} of the test. returns (tasks, agents, episodes): the sum of rewards in each episode. path
+    metrics: the test's {metric: value}. returns (tasks, agents, episodes): the sum of rewards in each episode. path
     (episodes, horizon + 1): states of the first agent on the first task. baseline_run: result of read_baseline_run(),
     or {}. results: {key: value} for summary.json. Raises RunError if `csv` cannot be written.
     """
@@ -215,9 +214,9 @@ def report_test(
 def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
     """Plot return against episode for each agent in `curves`; return the figure.
 
-    bands (episodes, 2): confidence interval of the first curve. If the environment is a room, further plots show the
-    path of one agent on the first task in some of its episodes, with a circle at the start and stars on the rewarded
-    cells. path (episodes, horizon + 1): states of this agent.
+    bands (episodes, 2): confidence interval of the first curve. If the environment is a room, further plots show one
+    agent's path in some episodes of the first task; a circle marks the start, stars mark the rewarded cells. path
+    (episodes, horizon + 1): this agent's states.
     """
     from matplotlib.figure import Figure
 

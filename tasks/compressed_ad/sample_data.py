@@ -1,11 +1,11 @@
-"""Write learning histories, recorded transitions of agents in each task, as an HDF5 file on which train.py can train.
+"""Write learning histories (recorded transitions of agents in each task) to an HDF5 file on which train.py can train.
 
 The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5, in the layout of the published CompressedAD
-repository (guide 4). --source selects the agent that is recorded:
+repository (guide 4). --source selects the agent to record:
   tabular   TD(0) on state values, with a bonus for rarely visited states and decaying random exploration; a separate
             learner for each history
-  ppo       PPO of stable-baselines3, as in the published repository; all histories of a task come from the training of
-            one model (takes hours and needs the packages in requirements-dev.txt)
+  ppo       PPO from stable-baselines3, as in the published repository; all histories of a task come from training one
+            model (takes hours and needs the packages in requirements-dev.txt)
   epsilon   an expert who knows the task; the fraction of random actions falls from 1 to 0 (Zisman et al. 2023)
   search    a searcher who knows the map but not the goal; each history has a constant fraction of random actions,
             between 0 and 0.3
@@ -26,7 +26,7 @@ from utils.cli import InputError, RunError, whole
 # tabular learner: learning rate, discount factor, bonus for an unvisited state (divided by the square root of 1 + the
 # number of visits), fraction of random actions at the first and at the last step
 RATE, TD_DISCOUNT, BONUS, FIRST_EPSILON, LAST_EPSILON = 0.5, 0.9, 0.5, 0.1, 0.02
-# highest fraction of random actions of a search agent
+# highest fraction of random actions taken by a search agent
 SEARCH_ERRORS = 0.3
 
 
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int, seed: int) -> None:
-    """Write a file of learning histories into out/datasets; print mean returns of the agents in episodes 1, 2, 5, ...
+    """Write a file of learning histories into out/datasets; print the agents' mean returns in episodes 1, 2, 5, ...
 
-    env: name of the environment, see make_env(). source: agent that is recorded, a key of SOURCES. streams: histories
-    per task. steps: steps per history. Raises InputError if the file already exists.
+    env: the environment's name (see make_env()). source: the agent to record, a key of SOURCES. streams: histories per
+    task. steps: steps per history. Raises InputError if the file already exists.
     """
     world = make_env(env)
     label = {"tabular": "TD", "ppo": "PPO"}.get(source, source)
@@ -133,7 +133,7 @@ def ppo(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
 
 
 def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tuple[np.ndarray, ...]:
-    """Train a PPO model on one task with `streams` parallel environments; return the transitions of this training.
+    """Train a PPO model on one task with `streams` parallel environments; return the recorded transitions.
 
     Returns (states, actions, next states, rewards), each (steps, streams).
     """
@@ -169,7 +169,7 @@ def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tup
     options = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4, "seed": seed + task}
     vectorized = DummyVecEnv([lambda stream=stream: stream for stream in recorded])
     PPO("MlpPolicy", vectorized, device="cpu", **options).learn(steps * streams)
-    # PPO collects rollouts of 80 steps, so the log of an environment may be longer than `steps`
+    # PPO collects rollouts of 80 steps, so an environment's log may be longer than `steps`
     logs = zip(*(zip(*stream.log[:steps], strict=True) for stream in recorded), strict=True)
     return tuple(np.stack(part, 1) for part in logs)
 
@@ -178,7 +178,7 @@ SOURCES = {"tabular": tabular, "ppo": ppo, "epsilon": epsilon, "search": search}
 
 
 def write_histories(path: Path, env: Env, states, actions, next_states, rewards) -> None:
-    """Write learning histories as an HDF5 file, in the layout that the docstring of tasks/compressed_ad/data.py shows.
+    """Write learning histories as an HDF5 file, in the layout shown at the top of tasks/compressed_ad/data.py.
 
     states, actions, next_states, rewards: arrays (steps, tasks, streams). Raises RunError if the file cannot be
     written.

@@ -50,9 +50,10 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
     question: a question of MIMIC-Ext-CXR-QBA with its answers. head: the answer head. The binary head uses the
     positiveness of the first main answer, reversed for the question type `is_normal`.
 
-    The other heads use the first name in the main answers that equals a class name, apart from case. Answers with
-    positiveness `neg` come last, because descriptions also list absent findings: the answer "no effusion" is `neg` and
-    has effusion in `obs_entities`. A `neg` answer means the category "no finding"; it gives no target for `where_is`.
+    The other heads use the first name in the main answers that equals a class name, ignoring case. Answers with
+    positiveness `neg` come last, because descriptions also list absent findings: the answer "no effusion" is `neg` but
+    lists effusion in `obs_entities`. A `neg` answer means the category "no finding"; `where_is`
+    questions get no target from it.
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:

@@ -50,7 +50,7 @@ RATING = "question.quality.rating"
 TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(), "type": TEXT, "question": TEXT})
 UNREADABLE = (OSError, ValueError, EOFError, zlib.error)
-# number of studies whose questions are read, and number of images decoded, per job of the process pool
+# jobs of the process pool: number of studies whose questions are read, or of images decoded, per job
 STUDIES, IMAGES = 256, 64
 
 
@@ -103,11 +103,11 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 
 
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
-    """Return the studies that have an image of this view, one image each, and counts of excluded studies by reason.
+    """Return the studies with an image in this view, one image each, and counts of excluded studies by reason.
 
     jpg: folder of MIMIC-CXR-JPG. view: a key of VIEWS; for "frontal", a PA image takes precedence over an AP image. If
-    several images have the same view, the first by dicom_id is used. patients: path of MIMIC-IV's patients.csv.gz with
-    sex and age, or None. The studies are sorted by split, then by study_id.
+    several images have the same view, the first by dicom_id is used. patients: path of MIMIC-IV's patients.csv.gz (sex
+    and age), or None. The studies are sorted by split, then by study_id.
 
     Raises InputError if a file is unreadable, a patient is in two splits, or none of the images exists.
     """
@@ -157,10 +157,10 @@ def find_release(root: Path, grade: str) -> Path:
 
 
 def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
-    """Return a function that maps a study_id to the ids of the study's questions of at least this quality grade.
+    """Return a function that maps a study_id to the ids of its questions with at least this quality grade.
 
-    release: folder of MIMIC-Ext-CXR-QBA. Reads metadata/question_metadata.parquet, because the files with the questions
-    do not contain the grades. Raises InputError if the parquet file is unreadable.
+    release: folder of MIMIC-Ext-CXR-QBA. Reads metadata/question_metadata.parquet, because the question files do not
+    contain the grades. Raises InputError if the parquet file is unreadable.
     """
     path = release / "metadata" / "question_metadata.parquet"
     good = GRADES[GRADES.index(grade) :]
@@ -277,11 +277,11 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 
 
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
-    """Return the image, patient, split, known CheXpert labels and any view, sex and age in a row of the user's table.
+    """Return image, patient, split, known labels and, if given, view, sex and age from a row of the user's table.
 
     By default, each image is a patient of its own, and the patient's name and --seed determine the split. source: file
-    and line of the row, for error messages. folder: the table's folder, where image paths start. Raises InputError if a
-    value is invalid or the image does not exist.
+    and line of the row, for error messages. folder: the table's folder; image paths are relative to it. Raises
+    InputError if a value is invalid or the image does not exist.
     """
     image, split = row["image"], row.get("split", "")
     if ".." in Path(image).parts and not Path(image).is_absolute():
@@ -319,8 +319,8 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
     """Read the user's table of images, questions, answers and labels; return (studies, questions, empty Counter).
 
-    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question. The Counter, of excluded
-    rows, is empty: instead of excluding invalid rows, the function lists all of them and raises InputError.
+    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question. The Counter of excluded
+    rows is always empty: if any rows are invalid, the function lists them all and raises InputError.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
@@ -363,7 +363,7 @@ def decode(path: str | Path, side: int) -> np.ndarray:
 
 
 def decode_part(job: tuple) -> list[tuple[int, str]]:
-    """Decode one image for each of several consecutive studies and write the pixels into the image file.
+    """Decode one image for each of several consecutive studies and write the pixels to the image file.
 
     job: (image file, side in pixels, index of the first study, paths of the images). Unreadable images are left black;
     returns [(index of the study, error message)] for them.
@@ -388,7 +388,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     Raises InputError if a source is unusable or if no question is left.
     """
     own = len(args.source) == 1
-    # without gc.disable, the worker processes spend half of their time on garbage collection, which frees nothing
+    # without gc.disable, the worker processes would spend half their time on garbage collection, which frees nothing
     with ProcessPoolExecutor(args.workers, initializer=gc.disable) as pool:
         studies, rows, left_out = read_own(args) if own else read_releases(args, pool)
         if not len(rows):
@@ -463,7 +463,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """Return [0, end of train, end of val, end of test], where the splits end in a list of questions sorted by split.
+    """Return [0, end of train, end of val, end of test]: where each split ends in questions sorted by split.
 
     studies: table of the studies with a column "split". study (questions,): index of each question's study, sorted.
     """

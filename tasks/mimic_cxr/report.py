@@ -1,6 +1,6 @@
 """Evaluate a model trained by train_mimic_cxr.py: print tables of scores, write predictions and draw a figure.
 
-The tables compare the model with baselines and ablations. Their 95 % confidence intervals are clustered by patient.
+The tables compare the model with baselines and ablations. The 95 % confidence intervals are clustered by patient.
 """
 
 import textwrap
@@ -18,7 +18,7 @@ from utils.stats import interval_of_mean, interval_of_resamples, resample_cases,
 
 # maximum number of test questions in each ablation, and of training or validation questions for the image baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# in image baselines: maximum number of question texts with a classifier of their own, and of principal components
+# for the image baselines: maximum number of question texts with their own classifier, and of principal components
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
@@ -32,7 +32,7 @@ COLUMNS = ("study", "head", "target", "type", "question")
 
 
 def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
-    """Return the area under the ROC curve of each label in each of R bootstrap resamples of S studies, (R, labels).
+    """Return each label's area under the ROC curve (R, labels) in R bootstrap resamples of S studies.
 
     scores (S, labels): predictions. truth (S, labels): 1, 0, or any other value if unknown. counts (R, S): how often
     each resample contains each study. A tie between a positive and a negative study counts half. The area is NaN if a
@@ -92,7 +92,7 @@ def score(rows: Rows, labels: ndarray, head_weight: dict, chexpert_weight: float
 def most_frequent_targets(
     keys: ndarray, heads: ndarray, targets: ndarray, wanted: ndarray, wanted_heads: ndarray
 ) -> ndarray:
-    """Return the most frequent target class (M,) of each wanted pair of key and answer head; -1 if a pair never occurs.
+    """Return the most frequent target class (M,) for each wanted pair (key, answer head); -1 if a pair never occurs.
 
     keys, heads, targets (N,): key, answer head and target class of each question to count. A key is an integer that
     stands for a property of the question, such as its type. wanted, wanted_heads (M,): the pairs to look up.
@@ -110,7 +110,7 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
     """Answer the questions in `rows` with two baselines that ignore the image: "majority" and "question_only".
 
     "majority" is the most frequent training answer to questions of the same type. "question_only" is the most frequent
-    training answer to the same question text, or the majority answer if the text does not occur in training.
+    training answer to the same question text, or the majority answer if no training question has this text.
     """
     majority, question = (
         most_frequent_targets(train[name], train["head"], train["target"], rows[name], rows["head"])
@@ -120,11 +120,11 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 
 
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
-    """Answer each question with the most frequent training answer for the same text and value of one CheXpert label.
+    """Answer each question from its text and one CheXpert label, the one that best predicts the answers to this text.
 
-    For each question text, the label is the one that predicts the training answers best. Training uses the true labels
-    (studies, 14), but the questions in `rows` use the labels predicted by the network. fallback (N,): answers to use
-    where no label yields an answer.
+    The answer is the most frequent one among training questions with the same text and the same value of the label.
+    Training questions use the true values, labels (studies, 14); questions in `rows` use the network's predictions.
+    fallback (N,): answers to use where no label yields an answer.
     """
     names, text = np.unique(train["question"], return_inverse=True)
     known, target, heads = labels[train["study"]], train["target"], train["head"]
@@ -149,9 +149,9 @@ def small_pixels(image: torch.Tensor) -> torch.Tensor:
 
 
 def image_numbers(image: torch.Tensor) -> torch.Tensor:
-    """Summarize images (N, 1, S, S), values 0 to 1, by 60 numbers each: return features (N, 60).
+    """Summarize each of the images (N, 1, S, S), values 0 to 1, in 60 numbers; return (N, 60).
 
-    The numbers are means and SDs in a 4 x 4 grid, a histogram of the gray values, and a histogram of the gradients.
+    The numbers are means and SDs in a 4 x 4 grid and histograms of the gray values and the gradient magnitudes.
     """
     mean = F.adaptive_avg_pool2d(image, 4)
     deviation = (F.adaptive_avg_pool2d(image.square(), 4) - mean.square()).clamp_min(0).sqrt()
@@ -169,9 +169,9 @@ IMAGE_FEATURES = {"pixels": small_pixels, "numbers": image_numbers}
 
 
 def components(features: ndarray, fitted: int) -> ndarray:
-    """Standardize features (N, D), project them on at most 64 whitened principal components and return (N, components).
+    """Standardize features (N, D), project them onto at most 64 whitened principal components; return the result.
 
-    fitted: number of leading rows to which the standardization and the principal components are fitted.
+    fitted: number of leading rows used to fit the standardization and the principal components.
     """
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import StandardScaler
@@ -201,8 +201,8 @@ def answers_from_features(
 ) -> tuple[ndarray, ndarray]:
     """Predict answers and CheXpert labels by logistic regression on principal components of image features.
 
-    Fits one regression to the training questions per CheXpert label and one per frequent question text. The validation
-    questions select one L2 penalty for all labels and one for all question texts.
+    The training questions are used to fit one regression per CheXpert label and one per frequent question text. The
+    validation questions are used to select one L2 penalty for all labels and one for all question texts.
 
     features: one row for each distinct study of `train`, then of `val`, then of `rows`. labels (studies, 14): the true
     labels of all studies. fallback (N,): answers to the N questions in `rows`, used for rare question texts. Returns
@@ -264,7 +264,7 @@ def print_tables(
 ) -> dict[str, float]:
     """Print the scores of the network, the baselines and the ablations; return the scores as {name: value}.
 
-    Call on rank 0 only. train: all training questions; without any, the baselines are skipped. fitted: the training
+    Call on rank 0 only. train: all training questions; if none, the baselines are skipped. fitted: the training
     questions to which the image baselines are fitted. val: the validation questions that select the image baselines'
     L2 penalties. features: {image baseline: image features}, see answers_from_features(). ablations: {ablation:
     (indices of the questions, the network's answers as Rows)}.
@@ -305,7 +305,7 @@ def table_of_answers(results: SplitResults, answers: dict[str, ndarray], ablatio
 def table_of_findings(results: SplitResults, label_scores: dict[str, ndarray]) -> dict[str, float]:
     """Print and return the mean AUROC over the CheXpert labels, for the network and for each baseline.
 
-    Also prints and returns the network's advantage over each baseline, computed in the same bootstrap resamples.
+    Also prints and returns the network's advantage over each baseline, computed on the same bootstrap resamples.
     """
     metrics, areas = {}, macro(results.areas)
     table = {"network": {"AUROC": add_area(metrics, "chexpert_auroc", areas)}}
@@ -436,7 +436,7 @@ def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, 
 
 
 def draw(rows: Rows, data: Prepared):
-    """Return a matplotlib figure: X-rays with wrong and right answers, the labels' ROC curves, a calibration curve."""
+    """Return a figure: X-rays with wrong and right answers, the labels' ROC curves and a calibration curve."""
     from matplotlib.figure import Figure
     from torchmetrics.functional.classification import binary_roc
 

@@ -3,16 +3,16 @@
 Wherever a finding can occur, the image shows either the finding or a harmless look-alike of the same size and
 brightness that differs only in shape:
 
-- lung lesion: a ring, like a cavity, in the upper, mid or lower zone; look-alike: a solid blob of the same mass;
+- lung lesion: a ring, like a cavity, in the upper, mid or lower zone; look-alike: a blob of the same total brightness;
 - pneumothorax: the dark apex has a smooth border; look-alike: a skin fold with a wavy border;
 - pleural effusion: the upper border is a smooth meniscus; look-alike: a scalloped diaphragm with a wavy border;
 - cardiomegaly: the wide heart has a smooth, sharp border; look-alike: fat with a wavy, blurred border;
 - support devices: a straight catheter above the lung; look-alike: a wavy skin crease.
 
 Effusion, pneumothorax and cardiomegaly occur in three sizes: mild, moderate and severe. The chest varies in width,
-position, brightness and contrast, and the wavy borders have a random phase, so neither single pixels nor the mean
+position, brightness and contrast, and the wavy borders have random phases, so neither single pixels nor the mean
 brightness reveals a finding. As in the published data sets, some views and labels are blank, some labels are uncertain,
-a fifth of the questions have no quality grade, and some answers match no answer class of the model.
+a fifth of the questions have no quality grade, and some answers match none of the model's classes.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def draw_findings(rng: Generator) -> Findings:
 def soft(distance: np.ndarray) -> np.ndarray:
     """Return a smooth step from 0 outside a shape (distance < 0) to 1 inside the shape (distance > 0).
 
-    distance: distance from the shape's border. The step is about one unit of distance wide.
+    distance: signed distance from the shape's border. The step is about one unit wide.
     """
     return 1 / (1 + np.exp(-np.clip(2 * distance, -30, 30)))
 
@@ -140,7 +140,7 @@ def ridge(distance: np.ndarray) -> np.ndarray:
 def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
     """Draw a synthetic X-ray (size, size), uint8, that shows the findings. The patient's left is on the image's right.
 
-    The code measures lengths in 64ths of the image side.
+    Lengths in the code are in 64ths of the image side.
     """
 
     def level_of(entity: str, side: str) -> tuple[bool, int]:
@@ -206,7 +206,7 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
 def draw_labels(rng: Generator, findings: Findings) -> list:
     """Return a study's 14 CheXpert labels: 1 (present), 0 (absent), -1 (uncertain) or "" (blank).
 
-    Labels for findings that the synthetic images cannot show are blank; of the others, some chosen at random are blank
+    Labels of findings that the synthetic images never show are blank. Some of the others, chosen at random, are blank
     or uncertain.
     """
     entities = {entity for entity, _ in findings}
@@ -281,8 +281,8 @@ def write_encoders(out: Path, texts: set[str], seed: int) -> None:
     convnext = hf.ConvNextModel(hf.ConvNextConfig(**sizes, image_size=64, layer_scale_init_value=1.0))
     for weight in convnext.parameters():
         if weight.dim() > 1:
-            # the default standard deviation of initial weights, 0.02, suits wide layers; in these narrow layers, the
-            # activations would vanish
+            # with the default standard deviation of 0.02, which suits wide layers, the activations of these narrow
+            # layers would vanish
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     convnext.save_pretrained(out / "convnext_tiny")
     settings = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}

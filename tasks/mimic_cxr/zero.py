@@ -1,7 +1,7 @@
 """Training engine for DeepSpeed ZeRO, with the same AdamW and checkpoint format as the engines in utils/engine.py.
 
-A checkpoint contains full fp32 tensors by name, gathered from the shards of any ZeRO stage. So every engine can resume
-from the checkpoint, with any number of processes. DeepSpeed's own pickle files are never loaded.
+Checkpoints contain full fp32 tensors by name, whatever the ZeRO stage. So any engine can resume from them, with any
+number of processes. DeepSpeed's own pickle files are never loaded.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_installed() -> bool:
-    """Return whether DeepSpeed is installed, without importing DeepSpeed, which would take seconds."""
+    """Return whether DeepSpeed is installed, without importing it: the import takes seconds."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -98,7 +98,7 @@ class ZeroEngine(Engine):
         self.parameters = [
             (names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]
         ]
-        # weights that put_weights() loaded in place of the trained weights, or None
+        # weights that put_weights() has swapped in for the ones being trained, or None if none are
         self.replaced: dict[str, Tensor] | None = None
         super().__init__(model, optimizer, precision, *args, **options)
 
@@ -138,7 +138,7 @@ class ZeroEngine(Engine):
             # DeepSpeed must not count micro-batches itself: around_micro_batch() marks the one that ends a step
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip,
-            # keep torch's AdamW: unlike DeepSpeed's AdamW, it resumes from a checkpoint bit for bit
+            # keep torch's AdamW: unlike DeepSpeed's AdamW, it can resume from a checkpoint bit for bit
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1 << 40,
@@ -206,8 +206,8 @@ class ZeroEngine(Engine):
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # create the optimizer state of all parameter groups now: DeepSpeed links the state to the parameters as soon as
-        # the first group has made its first step, and by then the second group would not have any state
+        # create the optimizer state of all parameter groups now: DeepSpeed links the state to the parameters after the
+        # first group's first step, when the second group would still have no state
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}

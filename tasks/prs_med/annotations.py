@@ -1,6 +1,6 @@
 """Read annotation CSVs, find and check the images and masks that they list, and compute a mask's position in its image.
 
-This module does not import torch.
+Does not import torch.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ PLACE = r"\b(?:(top|upper|bottom|lower)[\s-]+(left|right)|center|centre|middle)\
 class Row(NamedTuple):
     """One row of an annotation CSV: a question about an image, the answer, and the paths of the image and its mask.
 
-    source: `file:row` in the CSV. digest: hash of the image's pixels, set by check_data(). names: name and synonyms of
-    the structure that the question is about; () if unknown.
+    source: the CSV file and the row number, as `file:row`. digest: hash of the image's pixels, set by check_data().
+    names: the name and synonyms of the structure that the question is about; () if unknown.
     """
 
     modality: str
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Key of the image: the digest, which copies under other names share. If it is unknown, the file's path."""
+        """The image's digest, which copies under other names share, or the file's path if the digest is unknown."""
         return self.digest or self.image
 
 
@@ -65,8 +65,8 @@ def read_rows(
 ) -> list[Row]:
     """Read the rows of root/annotations/*.csv or, if there are none, of root/annotations/qa/*.csv.
 
-    names: CSV files to read, without .csv; default: all. patient_column: the CSV column with the patient; default:
-    "patient", if it exists. patient_pattern: a regular expression that finds the patient in the image's file name
+    names: CSV files to read, without .csv; default: all. patient_column: the CSV column with the patient id; default:
+    "patient", if it exists. patient_pattern: a regular expression that finds the patient id in the image's file name
     instead. skip_bad_rows: drop unusable rows; otherwise, a single InputError reports all of them. Also raises
     InputError for a missing CSV or column.
     """
@@ -111,11 +111,11 @@ def read_rows(
 def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[str, str]]) -> tuple[str, str]:
     """Return the paths (image, mask) of the files that a CSV row refers to.
 
-    path: the row's image_path, which is the MASK's path and may contain backslashes. image_name: the image's file name,
-    needed if several masks share the image. The file endings of image and mask may differ, and a mask may be named
-    <image's name>_Segmentation, as in the ISIC data set. The modality's folder may be one level deeper than in `path`,
-    as in the newer release of the PRS-Med data. listings: a cache of folder contents, filled here. Raises ValueError if
-    a file is missing.
+    path: the row's image_path, which is the path of the MASK and may contain backslashes. image_name: the image's file
+    name, needed if several masks share the image. The file endings of the image and the mask may differ, and a mask may
+    be named <image's name>_Segmentation, as in the ISIC data set. The modality's folder may be one level deeper than in
+    `path`, as in the newer release of the PRS-Med data. listings: a cache of folder contents, filled here. Raises
+    ValueError if a file is missing.
     """
     parts = PurePosixPath(path.replace("\\", "/")).parts
     if ".." in parts or len(parts) < 2 or not re.search("_(masks|images)$", parts[-2]):
@@ -162,12 +162,12 @@ def open_mask(path: str | Path) -> np.ndarray:
 def is_label_map(values: np.ndarray) -> bool:
     """Return whether a mask (H, W) has several areas with different values above 0.
 
-    Intermediate values at soft edges, or at edges blurred by JPEG compression, are ignored.
+    Intermediate values at edges that are soft or blurred by JPEG compression are ignored.
     """
     levels = np.unique(values)
     if len(levels) <= 2 and levels[0] == 0:
         return False
-    # more than 16 values suggest JPEG compression, so allow for compression noise in uniform areas and the background
+    # more than 16 values suggest JPEG compression, so allow for its noise in uniform areas and in the background
     least, noise = (levels[-1] / 8, levels[-1] / 64) if len(levels) > 16 else (0, 0)
     areas = values[(maximum_filter(values, 3) - minimum_filter(values, 3) <= noise) & (values > least)]
     return len(areas) > 0 and bool(areas.max() > areas.min() + least)
@@ -203,12 +203,12 @@ def position_in(sentence: str) -> str | None:
 
 
 def is_right(found: str | None, true: str | None) -> float | None:
-    """Return 1.0 if the positions `found` and `true` are equal, else 0.0; None if the true position is None."""
+    """Return 1.0 if the positions `found` and `true` are equal, otherwise 0.0; None if `true` is None."""
     return true and float(found == true)
 
 
 def name_position(sentence: str, before: str | None, after: str | None) -> str:
-    """Replace the last position named in a sentence with `after`, provided that this position is `before`."""
+    """Replace the last position named in a sentence with `after`, but only if that position is `before`."""
     named = [*re.finditer(PLACE, sentence, re.IGNORECASE)]
     if not named or not after or before == after or position_in(sentence) != before:
         return sentence
@@ -222,7 +222,7 @@ def name_position(sentence: str, before: str | None, after: str | None) -> str:
 class FileCheck(NamedTuple):
     """Result of check_data() for one image file or mask file.
 
-    bytes, mtime_ns: the file's size and modification time, which tell whether the file has changed since the check.
+    bytes, mtime_ns: the file's size and modification time, which show whether the file has changed since the check.
     digest: hash of the image's pixels or of the mask's foreground. pixels: number of the mask's foreground pixels; 0
     for an image.
     """
@@ -237,7 +237,7 @@ class FileCheck(NamedTuple):
 
 
 def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[list[Row], list[str]]:
-    """Decode each image and mask once; return the rows with their digests, and one line of text per kind of warning.
+    """Decode each image and mask once; return the rows with their digests, and the warnings, one line for each type.
 
     image_size: side of the model's input in pixels, for the warning about masks that become too small at that size;
     None: the size of the mask file. cache: JSON file with the FileCheck of each file, updated here; files that have not
@@ -260,7 +260,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
             digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
             if kind == "image":
                 return FileCheck(*stamp, *image.size, digest, 0, False)
-            # in grey, the colours of a label map still differ, so that is_label_map() can tell them apart
+            # convert to grey: the colours of a label map still differ, so is_label_map() can tell them apart
             label_map = is_label_map(np.asarray(image.convert("L")))
             return FileCheck(*stamp, *image.size, digest, int(content.sum()), label_map)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Convert images or volumes with masks or label maps to the folders and the CSV that train_prs_med.py reads."""
+"""Convert images or volumes, and their masks or label maps, to the folders and the CSV that train_prs_med.py reads."""
 
 import csv
 import json
@@ -24,8 +24,8 @@ from utils.volumes import read_volume
 
 VOLUME = r"(?i)[.]nii([.]gz)?$"
 ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_ENDINGS)))
-# GAP: separators in file names. MASK_WORDS, IMAGE_WORDS: words that may follow the part of the file name that a mask
-# and its image have in common; nnU-Net appends _0000 to image names
+# GAP: separators in file names. MASK_WORDS, IMAGE_WORDS: words that may follow the common part of the file names of a
+# mask and its image; nnU-Net appends _0000 to image names
 GAP = "[ _.+-]+"
 MASK_WORDS = "mask|masks|seg|segmentation|label|labels|gt"
 IMAGE_WORDS = "image|img|0000"
@@ -36,10 +36,10 @@ LABEL_MAP = 'a label map; name its values, as --labels "1=liver,2=spleen"'
 
 
 class Pair(NamedTuple):
-    """An image file, the mask file that belongs to it, and the patient and split of both.
+    """An image file, its mask file, and the patient and split that both belong to.
 
-    structure: name of the structure in the mask; "" if unknown, or for a label map. stem: the image's path relative to
-    the image folder, without file ending.
+    structure: name of the structure in the mask; "" if it is unknown or the mask is a label map. stem: the image's path
+    relative to the image folder, without the file ending.
     """
 
     image: Path
@@ -67,14 +67,14 @@ class Record(NamedTuple):
 def parse_labels(text: str) -> dict[int, str]:
     """Parse --labels for argparse; return {label value: structure name}, without the background value 0.
 
-    text: "1=liver,2=left kidney,3=-", where "-" skips a value, or the path of a dataset.json file of the Medical
-    Segmentation Decathlon or nnU-Net. Raises ArgumentTypeError.
+    text: "1=liver,2=left kidney,3=-", where "-" skips a value, or the path of a dataset.json file as in the Medical
+    Segmentation Decathlon or nnU-Net. Raises ArgumentTypeError if the text or file is unusable.
     """
     try:
         listed = [re.split(r"\s*=\s*", part.strip()) for part in text.split(",")]
         if text.endswith(".json"):
             listed = json.loads(Path(text).read_text(encoding="utf-8"))["labels"].items()
-        # dataset.json maps values to names in the Decathlon and names to values in nnU-Net
+        # the Decathlon's dataset.json maps values to names, nnU-Net's maps names to values
         ordered = [sorted(map(str, pair), key=str.isdigit) for pair in listed]
         return {int(value): name for name, value in ordered if int(value)}
     except (OSError, ValueError, KeyError, AttributeError):
@@ -107,7 +107,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Return {path relative to `folder`, in lower case and without file ending: file} for all images below `folder`.
+    """Return {path relative to `folder`, in lower case, without file ending: file} for all images below `folder`.
 
     Raises InputError if two files have the same key, or if there are no images.
     """
@@ -123,12 +123,12 @@ def list_files(folder: Path) -> dict[str, Path]:
 
 
 def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[str]) -> tuple[Path | None, str]:
-    """Return the image (None if there is none) and the structure that belong to a mask, both found by file name.
+    """Return a mask's image (None if there is none) and structure, both found from the mask's file name.
 
     key: the mask's key in list_files(). images: {key: file}. Structure names and MASK_WORDS are removed from the end of
-    the mask's key until an image has the same key; the mask file itself does not count. The structure is the one with
-    whose name the mask's key ends. If there is none, it is the only element of `structures`, or "" unless there is
-    exactly one element.
+    the mask's key until an image has the same key; the mask file itself does not count. The structure is the one whose
+    name ends the mask's key. If there is none, it is the only element of `structures`, or "" if there are several
+    elements or none.
     """
     words = {name: GAP.join(map(re.escape, name.partition("|")[0].lower().split())) for name in structures}
     named = [name for name, word in words.items() if re.search(f"{GAP}{word}({GAP}({MASK_WORDS}))*$", key)]
@@ -144,8 +144,8 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
 def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
     """Read the --table file; return {image file name in lower case without ending: (patient, split)}.
 
-    Without a column "split", a hash of --seed and the patient chooses the split. Raises InputError for an incomplete
-    row, or for a patient in two splits.
+    Without a column "split", the split is chosen by a hash of --seed and the patient. Raises InputError if a row is
+    incomplete or a patient is in two splits.
     """
     table = read_table(args.table)
     file, patient = find_column(table, "file", "image", "image_name"), find_column(table, args.patient_column)
@@ -166,8 +166,8 @@ def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
 def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) -> dict[str, np.ndarray]:
     """Split a label map (H, W), or convert a mask (H, W), to {structure name: bool mask (H, W)}.
 
-    labels: {label value: structure name, or "-" to skip the value}; None for a mask of `structure`. Raises ValueError
-    if a structure's name is unknown.
+    labels: {label value: structure name, or "-" to skip the value}; None if the mask shows only `structure`. Raises
+    ValueError if a structure's name is unknown.
     """
     if labels:
         unnamed = set(np.unique(values).tolist()) - {0, *labels}
@@ -182,12 +182,12 @@ def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) 
 
 
 def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list[tuple]:
-    """Return [(file name suffix, image, {structure: bool mask})] for an image, or for slices of a volume.
+    """Return [(file name suffix, image, {structure: bool mask})] for an image or for the slices of a volume.
 
-    Slices without foreground are left out; of the others, one is used every --slice_spacing mm. Slices are orthogonal
-    to the axis with the largest voxel spacing, or axial if all spacings are about equal. Axial slices show the front of
-    the body at the top, all other slices the head. The patient's right is on the left (in sagittal slices, the front).
-    Raises InputError with the name of the unusable file.
+    Slices without foreground are left out; of the rest, one every --slice_spacing mm is used. Slices are orthogonal to
+    the axis with the largest voxel spacing, or axial if all spacings are about equal. The top is the front of the body
+    in axial slices and the head in all others. The left side is the front in sagittal slices and the patient's right in
+    all others. Raises InputError, which names the file, if a file is unusable.
     """
     path = image
     try:
@@ -263,8 +263,8 @@ def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple
 def write_set(pairs: list[Pair], unused: dict, folder: Path, name: str, args: Namespace) -> list[Record]:
     """Write the images and masks of the pairs to `folder`; return the rows of the annotation CSV.
 
-    unused: {unused file: reason} from pair_files(); the entries of converted files are deleted. name: the data set's
-    name, with which the image paths in the CSV begin. A single InputError reports all unusable files.
+    unused: {unused file: reason} from pair_files(); the entries of converted files are deleted. name: name of the data
+    set, the first part of each path in the CSV. A single InputError reports all unusable files.
     """
     for split in ("train", "val", "test"):
         (folder / f"{split}_images").mkdir(parents=True)

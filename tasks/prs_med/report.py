@@ -1,4 +1,4 @@
-"""PRS-Med results: test table with ablations and baseline models, figure of examples, and the output of --predict."""
+"""PRS-Med results: test table (with ablations and baseline models), figure of examples, and output of --predict."""
 
 import textwrap
 import warnings
@@ -24,12 +24,12 @@ COLUMNS = {"dice": "Dice", "position_accuracy": "position", "position_accuracy_m
 def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
     """Return the 95th-percentile Hausdorff distance in pixels for each pair of bool masks (B, H, W).
 
-    The distance is 0 if both masks of a pair are empty, and the image diagonal if only one of them is.
+    The distance is 0 if both masks of a pair are empty, and the length of the image diagonal if only one is.
     """
     from monai.metrics import compute_hausdorff_distance
 
     with warnings.catch_warnings():
-        # ignore MONAI's warnings about empty masks, and about a deprecated function that MONAI itself calls
+        # ignore MONAI's warnings about empty masks and about a deprecated function that it calls itself
         warnings.simplefilter("ignore")
         distances = compute_hausdorff_distance(predicted[:, None], target[:, None], True, percentile=95)[:, 0]
     limits = float(np.hypot(*target.shape[1:])) * (predicted | target).any((1, 2))
@@ -66,10 +66,10 @@ def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, in
 
 
 def join_wordings(others: dict[str, list[dict]]) -> None:
-    """Combine the scores of reworded questions; modifies `others`, {name: scores, one dict per row}.
+    """Combine the scores of reworded questions in `others`, {name: scores, one dict per row}, which is modified.
 
-    The entries "wording/..." are replaced by "in_other_words", each row's mean scores over all wordings, and by
-    "worst_wording", the scores for the wording with the lowest mean Dice.
+    Two entries replace the entries "wording/...": "in_other_words" contains each row's mean scores over all wordings,
+    and "worst_wording" the scores for the wording with the lowest mean Dice.
     """
     asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
     if asked:
@@ -83,7 +83,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     """Rank 0 only: print the test table, one line for the network and one per item of `others`; return {metric: value}.
 
     scores: the network's scores, one dict per row. others: {name: scores} of ablations, rewordings and baseline models.
-    rows: the rows of the split. Table entries are means over rows; the 95 % confidence intervals treat the rows of one
+    rows: the rows of the split. Table entries are means over rows; the 95% confidence intervals treat the rows of one
     case as dependent. The last column is the network's mean paired difference from each ablation, rewording or baseline
     model: in Dice or, for baseline models without masks, in position accuracy.
     """
@@ -93,7 +93,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     def add_metric(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
-        # with only one case, the ends of the interval are NaN, which is unequal to itself, and are not recorded
+        # with only one case, both ends of the interval are NaN (unequal to itself) and are not recorded
         if low == low:
             # the interval of a score must not reach below 0; that of a difference between two scores may
             low = low if sign else max(low, 0.0)
@@ -173,8 +173,8 @@ def write_predictions(
 ) -> None:
     """Rank 0 only: write predictions.csv, and a mask (0 and 255) and an overlay per question, to a new subfolder.
 
-    asked: (image file, question) pairs. records: for each of these pairs, the predicted mask, bool (H, W), and answer.
-    opened: {image file: image}. structures: [name, synonyms...] of each structure in the training data.
+    asked: (image file, question) pairs. records: for each of these pairs, the predicted mask, bool (H, W), and the
+    answer. opened: {image file: image}. structures: [name, synonyms...] of each structure in the training data.
     """
     folder, number = run_folder / "predictions", 1
     while folder.exists():

@@ -1,4 +1,4 @@
-"""Baseline models for the test table: grey threshold, mean mask, random forest on texture, most frequent position.
+"""Baseline models for the test table: grey threshold, mean mask, random forest on texture, and most frequent position.
 
 For each structure, these models are fitted to the training rows whose questions are about that structure.
 """
@@ -16,14 +16,14 @@ from tasks.prs_med.report import evenly_spaced
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
 # FEWEST: minimum number of training rows to fit the baselines to a structure. MOST: maximum number of training rows and
-# of test rows to use per structure, because more training rows do not improve the fit
+# of test rows used per structure; more training rows do not improve the fit
 FEWEST, MOST = 8, 400
 
 
 class Example(NamedTuple):
-    """Image, mask and position of one data row, with image and mask at a reduced size.
+    """The image, mask and position of one data row, with the image and the mask at a reduced size.
 
-    gray: uint8 (S, S), the image in grey. mask: bool (S, S). position: position named in the row's answer, or None.
+    gray: uint8 (S, S), the image in grey. mask: bool (S, S). position: the position named in the row's answer, or None.
     """
 
     gray: np.ndarray
@@ -34,9 +34,9 @@ class Example(NamedTuple):
 def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
     """Fit the baseline models to `train`; return {name of the baseline model: scores on `test`, one dict per row}.
 
-    train, test: PositionData. The ranks share the structures, so each rank returns only part of the scores. For a
-    structure with fewer than FEWEST training rows, the models are fitted to all training rows of its modality or, if
-    these are also too few, to all training rows.
+    train, test: PositionData. The structures are split among the ranks, so each rank returns only some of the scores.
+    For a structure with fewer than FEWEST training rows, the models are fitted to all training rows of its modality or,
+    if these are also too few, to all training rows.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
@@ -77,7 +77,7 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
 def key_of(modality: str, answer: str) -> tuple[str, str]:
     """Return a key for the structure that an answer is about: the modality, and the answer without position words.
 
-    An example is ("lung_CT", "the cyst is in the of the image").
+    For example: ("lung_CT", "the cyst is in the of the image").
     """
     words = re.findall(r"\w+", answer.casefold())
     return modality, " ".join(word for word in words if word not in PLACES)
@@ -93,7 +93,7 @@ def read_example(data, index: int, step: int) -> Example:
 
 
 def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
-    """Return the median number of connected regions per mask (2 for lungs), and whether masks touch the image edge."""
+    """Return the median number of connected regions per mask (2 for lungs) and whether masks touch the image edge."""
     parts, touching = [], []
     for mask in (row.mask for row in rows if row.mask.any()):
         sizes = np.bincount(ndimage.label(mask)[0].ravel())[1:]
@@ -110,7 +110,7 @@ def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int
         found = [in_band(row.gray[::step, ::step], band, parts, touching) for row in rows]
         return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
 
-    # first a coarse, then a finer grid search for the band lo <= grey level < hi; the finer search does not move an end
+    # a coarse grid search, then a finer one, for the band lo <= grey level < hi; the finer search does not move an end
     # at 0 (band "darker than hi") or at 256 (band "brighter than lo")
     lo, hi = max(combinations(range(0, 257, 16), 2), key=score)
     near = range(-12, 13, 4)
@@ -178,7 +178,7 @@ def texture(gray: np.ndarray) -> np.ndarray:
 
 
 def subsampling_step(gray: np.ndarray) -> int:
-    """Return the subsampling step that reduces the image side to 128 to 255 pixels; 1 for a smaller image."""
+    """Return the step that subsamples an image to a side of 128 to 255 pixels; 1 for a smaller image."""
     return max(1, len(gray) // 128)
 
 

@@ -1,10 +1,10 @@
-"""SAM's attention without its largest tensors, the relative position biases; results are equal up to rounding.
+"""SAM's attention without its largest tensors (relative position biases); results are equal up to rounding.
 
-SAM adds two terms to each attention score: one for the vertical and one for the horizontal distance between query and
-key. A bias tensor of these terms has heads x tokens^2 numbers per image in each layer with global attention: 3 GiB in
-bf16 for 8 images of 1024 x 1024 pixels. Here, h(q) and w(q) are vectors that contain the terms of query q for each row
-and each column of the token grid. If these vectors are appended to the query, and one-hot vectors to the key, the score
-is a single dot product, so that fused attention kernels need no bias tensor:
+SAM adds two terms to each attention score: one for the vertical and one for the horizontal distance between the query
+and the key. A bias tensor of these terms has heads x tokens^2 numbers per image in each layer with global attention: 3
+GiB in bf16 for 8 images of 1024 x 1024 pixels. Here, the vectors h(q) and w(q) contain the terms of query q for each
+row and each column of the token grid. If these vectors are appended to the query, and one-hot vectors to the key, the
+score is a single dot product, so that fused attention kernels need no bias tensor:
 
     q.k / sqrt(d) + h(q)[row of k] + w(q)[column of k] = [q / sqrt(d), h(q), w(q)] . [k, one_hot(row), one_hot(column)]
 """
@@ -23,10 +23,10 @@ def fold_relative_positions(encoder: nn.Module) -> None:
 
 
 def make_relative_positions_deterministic(encoder: nn.Module) -> None:
-    """Make SAM's original attention look up relative position embeddings with distance_table(), on a CPU.
+    """On a CPU, make SAM's original attention look up relative position embeddings with distance_table().
 
-    SAM's own lookup indexes a tensor. On a CPU, the backward pass of this indexing sums gradients in several threads in
-    no fixed order, so repeated runs would differ; distance_table() is deterministic.
+    SAM's own lookup indexes a tensor. Its backward pass on a CPU sums gradients in several threads in no fixed order,
+    so repeated runs would differ; distance_table() is deterministic.
     """
     for layer in encoder.layers:
         layer.attn.get_rel_pos = lambda queries, _, positions: distance_table(positions, queries).transpose(1, 2)
@@ -39,8 +39,8 @@ def folded_attention(attention: nn.Module, hidden_states: Tensor) -> tuple[Tenso
     qkv = attention.qkv(hidden_states).reshape(batch, height * width, 3, heads, -1)
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    # position terms of each query: h(q), one per row of keys, (B, heads, H, W, H), and w(q), one per column of keys,
-    # (B, heads, H, W, W)
+    # position terms of each query: h(q), (B, heads, H, W, H), has one per row of keys; w(q), (B, heads, H, W, W), has
+    # one per column of keys
     grid = query.unflatten(2, (height, width))
     to_rows = torch.einsum("bnhwc,hck->bnhwk", grid, distance_table(attention.rel_pos_h, height))
     to_columns = torch.einsum("bnhwc,wck->bnhwk", grid, distance_table(attention.rel_pos_w, width))
@@ -52,9 +52,9 @@ def folded_attention(attention: nn.Module, hidden_states: Tensor) -> tuple[Tenso
     one_hot = torch.cat([rows, columns], dim=-1).flatten(0, 1)
     key = torch.cat([key, one_hot.expand(batch, heads, -1, -1)], dim=-1)
 
-    # attention kernels need query, key and value of the same width (channels per head), a multiple of 8; at widths of
-    # 200 to 224, flash attention has no backward pass on some consumer GPUs (compute capability 8.6, 8.9, 12.0), so pad
-    # these widths to 232
+    # attention kernels need the query, key and value to have the same width (channels per head), a multiple of 8; at
+    # widths of 200 to 224, flash attention has no backward pass on some consumer GPUs (compute capability 8.6, 8.9,
+    # 12.0), so pad these widths to 232
     channels, width_now = value.shape[-1], query.shape[-1]
     wide = 232 if 192 < width_now <= 224 else width_now + -width_now % 8
     query, key, value = (F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
@@ -67,7 +67,7 @@ def distance_table(positions: Tensor, size: int) -> Tensor:
 
     positions: (2 size - 1, C), embeddings of the distances 1 - size ... size - 1 along one axis of the token grid; if
     they were trained at another image size, they are first interpolated, as in SAM. The table consists of sliding
-    windows over the reversed embeddings, which need no index tensor and thus no host-device synchronization.
+    windows over the reversed embeddings. It needs no index tensor and thus no host-device synchronization.
     """
     if len(positions) != 2 * size - 1:
         # interpolate by matrix multiplication, because F.interpolate has no deterministic backward pass on CUDA

@@ -1,12 +1,12 @@
-"""Write a small synthetic data set, laid out like PosMed, and checkpoints of two tiny models: llava_tiny and sam_tiny.
+"""Write a small synthetic data set, laid out like PosMed, and checkpoints of two tiny models, llava_tiny and sam_tiny.
 
 Each synthetic brain, lung or skin image shows four striped lesions. Questions are about the bright lesion with rising
-stripes or about the dark lesion with falling stripes; the other two lesions are distractors. Thus neither grey level
-nor texture alone identifies a lesion, and the image does not reveal which lesion a question is about.
+stripes or about the dark lesion with falling stripes; the other two lesions are distractors, so neither grey level nor
+texture alone identifies a lesion, and the image does not reveal which lesion a question is about.
 
-As in PosMed, the data set of the PRS-Med paper, the CSV column image_path contains the mask's path, skin images are
+As in PosMed (the data set of the PRS-Med paper), the CSV column image_path contains the mask's path, skin images are
 named as in ISIC, and each mask comes with its own copy of the image. The tiny models load with the same
-`from_pretrained` calls as LLaVA-Med and SAM. Most of their weights are random; but llava_tiny has hand-made image
+`from_pretrained` calls as LLaVA-Med and SAM. Most of their weights are random, but llava_tiny has hand-made image
 filters, and its language model is pretrained on the questions and answers, without images.
 """
 
@@ -97,7 +97,7 @@ def write_case(out: Path, seed: int, size: int, number: int, modality: str, spli
 
 
 def smooth_noise(rng: Generator, size: int, cells: int) -> np.ndarray:
-    """Return random noise (size, size) with values from about -1 to 1 and features about size / cells pixels wide."""
+    """Return noise (size, size) with values between about -1 and 1 and features about `size / cells` pixels wide."""
     coarse = rng.uniform(-1, 1, (cells + 2, cells + 2)).astype(np.float32)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))
 
@@ -105,8 +105,8 @@ def smooth_noise(rng: Generator, size: int, cells: int) -> np.ndarray:
 def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: float = 1.0) -> np.ndarray:
     """Return the signed distance of each pixel to the outline of a random wavy ellipse: (size, size), positive inside.
 
-    The distance is approximate, in pixels. x, y, radius: centre and radius of the ellipse as fractions of `size`.
-    wobble: strength of the deviations from a circle.
+    The distance is approximate and in pixels. x, y, radius: centre and radius of the ellipse as fractions of `size`.
+    wobble: strength of the deviation from a circle.
     """
     v, u = np.mgrid[:size, :size] / (size - 1)
     z = (u - x + 1j * (v - y)) * np.exp(1j * rng.uniform(0, np.pi))
@@ -129,8 +129,8 @@ def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, lis
         lesion = blob(rng, size, x, y, rng.uniform(0.09, 0.125))
         masks.append(lesion > 0)
 
-        # the four lesions, with the direction of their stripes, are bright /, dark \, dark / and bright \; questions
-        # are about the first two; the stripes are slightly bent, and 17 of them would span the image side
+        # the four lesions and the direction of their stripes: bright /, dark \, dark / and bright \; questions are
+        # about the first two; the stripes are slightly bent, and 17 of them would span the image side
         angle = np.pi / 4 * (1, 3)[i % 2] + rng.uniform(-0.15, 0.15)
         v, u = np.mgrid[:size, :size] / (size - 1)
         phase = 17 * (u * np.cos(angle) + v * np.sin(angle)) + 0.25 * smooth_noise(rng, size, 6)
@@ -217,10 +217,10 @@ def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int,
 def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
     """Pretrain llava_tiny's language model on questions and answers, without images.
 
-    answers: {structure: its answers in the training set}. The loss is a weighted sum of two cross-entropies. The first
-    is that of the answer. The second is that of the structure's name, predicted at the prompt's last token from the
-    output of the lower half of the layers. Thus the lower half learns to find the name in the question, and the upper
-    half can later learn, from images, to find the structure in the image.
+    answers: {structure: its answers in the training set}. The loss is a weighted sum of two cross-entropies: that of
+    the answer, and that of the structure's name, which is predicted at the prompt's last token from the output of the
+    lower half of the layers. Thus the lower half learns to find the name in the question, and the upper half can later
+    learn, from images, to find the structure in the image.
     """
     import torch
     import torch.nn.functional as F
@@ -257,9 +257,9 @@ def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng
 def set_image_filters(tower, projector) -> None:
     """Set hand-made weights in the image encoder's embeddings (`tower`) and in the projector.
 
-    Training does not change these weights, and random ones would destroy the image content. The embedding of an image
-    patch consists of its correlations with cosine and sine waves of up to two periods per axis, its brightness and its
-    position in the image.
+    Training does not change these weights, and random weights would destroy the image content. The embedding of an
+    image patch consists of its correlations with cosine and sine waves of up to two periods per axis, its brightness
+    and its position in the image.
     """
     import torch
 
@@ -279,7 +279,7 @@ def set_image_filters(tower, projector) -> None:
     tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([angles.sin(), angles.cos()], 1)
 
     # linear_1 splits each feature into its positive and its negative part; linear_2 adds the two parts of a wave's
-    # correlation, so that its sign is lost, and subtracts the two parts of any other feature
+    # correlation, which discards its sign, and subtracts the two parts of any other feature
     projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
     strength = torch.randn(2 * width, n)
     strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)

@@ -1,7 +1,7 @@
-"""The usual alternative to PRS-Med, as a baseline model: a small UNet with one output channel per training structure.
+"""Baseline: the usual alternative to PRS-Med, a small UNet with one output channel per structure in the training set.
 
-The UNet is trained on the same images and masks as PRS-Med, at the same size, and the weights with the best validation
-Dice are tested. The UNet neither reads questions nor writes answers.
+The UNet is trained on the same images and masks as PRS-Med, at the same size; the weights with the best validation Dice
+are tested. It neither reads questions nor writes answers.
 """
 
 import math
@@ -23,9 +23,9 @@ BATCH, EVALUATIONS, MOST_VALIDATED, LEARNING_RATE = 8, 10, 200, 3e-3
 
 
 def structure_of(row) -> tuple[str, str]:
-    """Return the key of the UNet's output channel for a row: (modality, name of the structure).
+    """Return the key of a row's output channel in the UNet: (modality, name of the structure).
 
-    The rows of a modality that name no structure share one channel.
+    All rows of a modality that name no structure share one channel.
     """
     return row.modality, " ".join(row.names[:1]).casefold()
 
@@ -35,7 +35,7 @@ def unet_scores(
 ) -> list[dict]:
     """Train a UNet on `train`; return a dict of scores for each row of `test` about a structure that occurs in `train`.
 
-    train, val, test: PositionData; without `val` (None), the final weights are tested. steps: number of training steps.
+    train, val, test: PositionData; if `val` is None, the final weights are tested. steps: number of training steps.
     heartbeat: function called before each step to report that the process is alive.
     """
     from monai.networks.nets import BasicUNet
@@ -53,7 +53,7 @@ def unet_scores(
     optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, fused=True)
 
     def read(data, groups: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return images (B, 3, S, S) in -1..1 and, for each row, mask (N, S, S), image index and output channel (N,).
+        """Return images (B, 3, S, S) in -1..1 and each row's mask (N, S, S), image index (N,) and output channel (N,).
 
         groups: for each of the B images, the indices in `data` of the rows about that image.
         """
@@ -113,7 +113,7 @@ def unet_scores(
 def augment(pixels: Tensor, masks: Tensor, image_of: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Apply a random affine transform to each image (B, 3, S, S) and its masks (N, S, S).
 
-    The images also get random gain and noise. image_of: (N,), index of each mask's image.
+    The images also receive random gain and noise. image_of: (N,), index of each mask's image.
     """
     count, device = len(pixels), pixels.device
     turn = np.tile(np.eye(2, 3), (count, 1, 1)) + rng.normal(0, 0.06, (count, 2, 3)) * [[1, 0, 1], [0, 1, 1]]

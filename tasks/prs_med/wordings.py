@@ -1,6 +1,6 @@
 """Wordings of questions: find the structure that a question names, and ask about a structure in other words.
 
-This module does not import torch.
+Does not import torch.
 """
 
 import re
@@ -69,7 +69,7 @@ your
 """.split()
 PUNCTUATION = ("", "", "", ".", "?", "!", ",", ":", ";", "...", "?!", " -")
 
-# templates of reworded questions for the test, never used in training
+# templates of reworded questions for the test, never used for training
 OTHER_WORDS = (
     "Outline the {name}.",
     "{name} -> border",
@@ -115,7 +115,7 @@ def named_in(question: str, structures: list[list[str]]) -> list[str]:
 
 
 def spaced(text: str) -> str:
-    """Return a text's words in lower case, with spaces between and around them, to search the text for whole words."""
+    """Return a text's words in lower case, with spaces between and around them, for searches of whole words."""
     return " ".join(["", *re.findall(r"[^\W_]+", text.casefold()), ""])
 
 
@@ -127,10 +127,10 @@ def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
 
 
 def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
-    """Return {(modality, structure): names of the other structures in the rows of this modality, without synonyms}.
+    """Return {(modality, structure): names of the other structures in this modality's rows, without synonyms}.
 
-    If one name contains the other, as "left kidney" contains "kidney", the names may mean the same structure and do not
-    count as different.
+    If one name contains the other ("left kidney", "kidney"), the two may mean the same structure and do not count as
+    different.
     """
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
@@ -172,8 +172,8 @@ def ask_for_absent(row, question: str, name: str):
 def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
     """Return a question about one structure, with random wording and letter case.
 
-    names: name and synonyms of the structure, of which the question uses one. others: names of other structures, one of
-    which the question may exclude ("not the ...").
+    names: the name and synonyms of the structure; the question uses one of them. others: names of other structures; the
+    question may exclude one of them ("not the ...").
     """
 
     def choose(choices: Sequence[str]) -> str:
@@ -182,7 +182,7 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
     def filler(most: int) -> str:
         """Return up to `most` random filler words, followed by punctuation.
 
-        Some of the words have their letters shuffled, to stand for unknown words.
+        The letters of some words are shuffled, to stand for unknown words.
         """
         words = [choose(FILLERS) for _ in range(rng.integers(most + 1))]
         words = ["".join(rng.permutation(list(word))) if rng.random() < 0.2 else word for word in words]
@@ -201,7 +201,7 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def longest(names: Sequence[str]) -> str:
-    """Return a question about as long as the longest that draw() can return, to measure the memory for training."""
+    """Return a question about as long as the longest one from draw(), to measure the memory needed for training."""
     name, request = max(names, key=len), max(REQUESTS, key=len)
     wording = max(EXCLUSIONS, key=len).replace("{request}", request) + 20 * f" {max(FILLERS, key=len)}"
     return fill(wording, name, name).upper()
@@ -211,7 +211,8 @@ def in_other_words(rows: list, some: list[int]) -> list[tuple]:
     """Return copies of the selected rows, with each question reworded by each template in OTHER_WORDS.
 
     some: indices of the selected rows; rows whose structure is unknown are left out. Returns [("wording/" + template,
-    row index, changed row)]. A template that excludes another structure is used only if the row's modality has one.
+    row index, changed row)]. A template that excludes another structure is used only if the row's modality has another
+    structure.
     """
     others, changed = other_names(rows), []
     for wording in OTHER_WORDS:

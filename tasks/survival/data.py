@@ -32,7 +32,7 @@ from utils.cli import InputError, first_line, refuse
 from utils.volumes import files_of, read_volume, stamp
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
-# accepted names of each kind of column in the table of cases, case-insensitive
+# accepted column names in the table of cases (case-insensitive), by what the column contains
 COLUMNS = {
     "path": ("NIFTI Path", "nifti_path", "image_path", "path"),
     "time": ("time", "survival_time"),
@@ -53,9 +53,10 @@ MEASUREMENTS = (
 class Cohort:
     """A checked table of cases; every field has one entry per row of the table.
 
-    source: "file:row", for messages. case: patient id, or else the volume's path, or else the source. path, mask:
-    absolute paths of the CT volume and its mask, "" if the row has none. time: years to event or censoring, NaN if
-    unknown. event: False if censored or unknown. table: all columns as text, with lower-case names.
+    source: file and row number as "file:row", for messages. case: patient id; if missing, the volume's path; if that is
+    missing too, the source. path, mask: absolute paths of the CT volume and its mask, or "" if the row has none. time:
+    years to event or censoring, NaN if unknown. event: False if censored or unknown. table: all columns as text, with
+    lower-case names.
     """
 
     source: list[str]
@@ -85,8 +86,8 @@ def read_cohort(
     """Read a table of cases (CSV or parquet) and check every row. Raises InputError naming the unusable rows.
 
     data_dir: folder that relative paths start from; default: the table's folder. outcome=False: rows may lack time and
-    event. image=False: the path column is ignored. given: names of columns, such as path_column="scan" or
-    mask_column="heart", if they differ from those in COLUMNS.
+    event. image=False: the path column is ignored. given: column names that are not in COLUMNS, such as
+    path_column="scan" or mask_column="heart".
     """
     rows = tables.read_table(Path(csv_path))
 
@@ -149,8 +150,8 @@ def choose_fold(
     count=0: the labels in fold_column decide; a training row has the label `train`, a validation row the label `val`
     (default "val"). count>0: assign_folds() makes `count` folds, and `val` is the number of the validation fold. If no
     row is labelled `train`, all rows outside the validation fold are training rows, except those labelled as held out
-    (HELD_OUT). Raises InputError if the training or the validation cases have no event before their longest follow-up
-    ends, or if both contain the same patient or volume.
+    (HELD_OUT). Raises InputError if the training or the validation cases have no event before the end of their longest
+    follow-up, or if both contain the same patient or volume.
     """
     place = cohort.source[0].rpartition(":")[0]
     if count:
@@ -182,8 +183,8 @@ def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: i
     """Return each row's fold number, 1 to `count`, as an integer array.
 
     case (rows,): patient ids; all rows of a patient get the same fold. event (rows,): True for an event. used (rows,):
-    False for rows that are held out of the cross-validation. Patients with an event in a row that is not held out are
-    spread evenly over the folds, and so are the other patients with such rows.
+    False for rows that are held out of the cross-validation. Held-out rows aside, patients with an event are spread
+    evenly over the folds, and so are patients without one.
     """
     names, place = np.unique(case, return_inverse=True)
     has_event, is_used = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
@@ -232,10 +233,10 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
 
 
 def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
-    """Encode all rows of the cohort as float32 (rows, n), with the encodings that fit_columns() returned.
+    """Encode all rows of the cohort as float32 (rows, n), using the encodings that fit_columns() returned.
 
-    Numbers are standardized and texts one-hot encoded; indicators mark blank cells, and texts that fit_columns() did
-    not see. Raises InputError if a numeric column contains text or a column is missing.
+    Numbers are standardized, texts are one-hot encoded, and indicators mark blank cells and texts that fit_columns()
+    did not see. Raises InputError if a numeric column contains text or a column is missing.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
@@ -267,8 +268,8 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
 class Volumes:
     """Reads CT volumes as (C, X, Y, Z) float16 with HU windowed to 0..1, and caches the resized volumes on disk.
 
-    orientation: axis codes, such as RAS, that volumes are turned to; None keeps the axes of each file. spacing: voxel
-    size in mm that volumes are resampled to; None keeps each file's voxel size. mask_mode: "crop" crops the volume to
+    orientation: axis codes, such as RAS, to which volumes are reoriented; None keeps each file's axes. spacing: voxel
+    size in mm to which volumes are resampled; None keeps each file's voxel size. mask_mode: "crop" crops the volume to
     the mask's bounding box plus mask_margin mm, unless the mask is empty; "channel" adds the mask as a second channel;
     None does neither. cache_dir: folder of the disk cache; None or "": no cache.
     """
@@ -286,7 +287,7 @@ class Volumes:
         return 1 + (self.mask_mode == "channel"), *self.image_size
 
     def load(self, path: str, mask: str = "", measurements: bool = False) -> Tensor:
-        """Return a volume or, if `measurements` is True, its measurements, as read() does but through the disk cache.
+        """read() with a disk cache: return the volume or, if `measurements` is True, its measurements.
 
         Raises InputError or ValueError if the volume or its mask is unusable.
         """
@@ -297,7 +298,7 @@ class Volumes:
             files = [file for name in (path, mask) if name for file in files_of(name)]
             key = hashlib.sha256(f"{stamp(files)}{self}3".encode()).hexdigest()
             cached_files = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
-            # the volume is written after the measurements, so if the volume's file exists, both files do
+            # the volume is written after the measurements, so if the volume's file exists, both files exist
             if cached_files[1].exists():
                 return torch.from_numpy(np.load(cached_files[wanted]))
         found = self.read(path, mask)
@@ -364,11 +365,11 @@ class Volumes:
 
 
 def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
-    """Measure a mask: logarithms of its volume (mm3), surface area (mm2) and diameter (mm), mean and SD of its HU.
+    """Return the logs of a mask's volume (mm3), surface area (mm2) and diameter (mm), and the mean and SD of its HU.
 
-    hu, inside (X, Y, Z): the CT and the boolean mask. voxel (3,): voxel size in mm. All five values are NaN if the
-    mask is empty. MONAI's surface mesh determines the surface area; the diameter is the longest distance between two
-    voxel corners. Sphericity is left out, because its logarithm is a linear function of log volume and log area.
+    hu, inside (X, Y, Z): the CT and the boolean mask. voxel (3,): voxel size in mm. All five values are NaN if the mask
+    is empty. The surface area is that of MONAI's surface mesh; the diameter is the longest distance between two voxel
+    corners. Sphericity is left out, because its logarithm is a linear function of log volume and log area.
     """
     from monai.metrics.utils import get_mask_edges
     from scipy.spatial import ConvexHull
@@ -418,8 +419,8 @@ class MultiGPUSurvivalDataset(Dataset):
     (if the row has a volume) and columns (if encoded columns were passed to the constructor).
 
     With use_smart_cache, an epoch covers only a subset of the cases: the fraction `cache_rate`, held in memory that all
-    processes of a machine share. After each epoch, the fraction `replace_rate` of the subset, the cases that have been
-    in it longest, is replaced by other cases. The subset depends only on (seed, epoch), so neither the number of GPUs
+    processes on a machine share. After each epoch, the fraction `replace_rate` of the subset is replaced by other
+    cases, starting with the cases held longest. The subset depends only on (seed, epoch), so neither the number of GPUs
     nor resuming the run changes it. MONAI's SmartCacheDataset, in contrast, stores a copy of its cases in each process
     and cannot resume.
     """
@@ -440,9 +441,9 @@ class MultiGPUSurvivalDataset(Dataset):
     ):
         """Call on all ranks. Raises InputError if the table is unusable.
 
-        csv_path: table of cases, which read_cohort() reads with `options`, or a Cohort. rows: row numbers of the cases
-        in the dataset; default: the rows whose label in fold_column is `fold`. columns: result of encode_columns() for
-        the whole table, if items should contain encoded columns.
+        csv_path: a Cohort, or the path of a table of cases, which read_cohort() reads with `options`. rows: row numbers
+        of the cases in the dataset; default: the rows whose label in fold_column is `fold`. columns: result of
+        encode_columns() for the whole table, if items should contain encoded columns.
         """
         self.cohort = csv_path if isinstance(csv_path, Cohort) else read_cohort(csv_path, **options)
         if rows is None:
@@ -459,7 +460,8 @@ class MultiGPUSurvivalDataset(Dataset):
             if shared is None:
                 du.print_main("warning: no room for the smart cache; volumes are loaded again in each epoch")
             else:
-                # for each cache slot: 1 + the running_index() of the case in the slot (0: empty slot), and its volume
+                # for each cache slot: 1 + the running_index() of the case in it (0 if the slot is empty), and the
+                # case's volume
                 known, volumes = np.split(shared, [8 * size])
                 self.memory = known.view(np.int64), volumes.view(np.float16).reshape(shape)
 
@@ -504,11 +506,11 @@ class MultiGPUSurvivalDataset(Dataset):
         return torch.from_numpy(volumes[place].copy())
 
     def measure_volumes(self, threads: int) -> np.ndarray:
-        """Call on all ranks. Together, the ranks measure each volume of the dataset once and fill the disk cache.
+        """All ranks: the volumes of the dataset are split among them; measure each once and fill the disk cache.
 
-        The measurements become columns of cohort.table, named as in MEASUREMENTS. threads: reading threads per rank.
-        Returns (cases, 6): each file's voxel size in mm and axis codes, see Volume.summary(). Raises InputError naming
-        the unusable volumes.
+        The measurements become columns of cohort.table, named as in MEASUREMENTS. threads: number of reading threads
+        per rank. Returns (cases, 6): each file's voxel size in mm and axis codes, see Volume.summary(). Raises
+        InputError naming the unusable volumes.
         """
         rank, world_size = du.world()
         cohort = self.cohort

@@ -1,4 +1,4 @@
-"""Reports the results of a survival run: scores with confidence intervals, baseline models, predictions and figure."""
+"""Results of a survival run: scores with confidence intervals, baseline models, predictions and a figure."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def cases_of(data: MultiGPUSurvivalDataset, stratum_column: str | None) -> pd.Da
 
 
 def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> ndarray:
-    """Return the Kaplan-Meier estimate of P(T > t), where T is the time of the event, at the times `at`.
+    """Return the Kaplan-Meier estimate of P(T > t) at the times t in `at`, where T is the time of the event.
 
     censoring=True: T is the time of censoring; events precede censoring at the same time. torchsurv's implementation
     is not used, because it rejects groups without an event.
@@ -48,8 +48,7 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
     """Estimate the cumulative baseline hazard of a Cox model (Breslow 1974).
 
     log_hazard (n,): predicted log-hazards of the cases in `data`. Returns a dict: time (event times in years),
-    log_hazard (logarithms of the cumulative hazard at these times, which avoid overflow), until (end of the follow-up
-    in years).
+    log_hazard (log of the cumulative hazard at these times, to avoid overflow), until (end of follow-up in years).
     """
     time, event = outcome(data)
     times, events = np.unique(time[event], return_counts=True)
@@ -65,10 +64,10 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 
 
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
-    """Summarize the training patients' log-hazards, with which the log-hazards of other patients are compared.
+    """Summarize the training patients' log-hazards, as a reference for those of other patients.
 
     A log-hazard is the sum of two parts, one predicted from tabular columns and one from the image. parts (n, 2): both
-    parts for each training patient. unseen (n, 2): both parts again, if possible predicted by networks that were not
+    parts for each training patient. unseen (n, 2): both parts again, predicted where possible by networks that were not
     trained on the patient. Returns the dict of fit_baseline_hazard(), fitted to `unseen`, with two more entries:
     percentiles (0 to 100) of the log-hazards in `unseen`, and centres, the means of `parts`.
     """
@@ -81,8 +80,8 @@ def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDatase
 def survival_curves(baseline_hazard: dict, log_hazard: ndarray, at) -> ndarray:
     """Return the survival probabilities exp(-H0(t) exp(log_hazard)) at the times `at` in years, as (n, len(at)).
 
-    baseline_hazard: result of fit_baseline_hazard(), the cumulative hazard H0. Probabilities at times after the end of
-    its follow-up are NaN.
+    baseline_hazard: the cumulative hazard H0, as returned by fit_baseline_hazard(). Probabilities at times after the
+    end of its follow-up are NaN.
     """
     steps = np.concatenate([[-np.inf], baseline_hazard["log_hazard"]])
     hazard = steps[np.searchsorted(baseline_hazard["time"], at, side="right")] + log_hazard[:, None]
@@ -138,11 +137,11 @@ def score(
     years: list[float],
     baseline_hazard: dict | None = None,
 ) -> dict[str, float]:
-    """Score log-hazards of the validation set `val`: C (Harrell, Uno), AUC and, given a baseline hazard, Brier scores.
+    """Score log-hazards of the set `val`: Harrell's and Uno's C, AUC and, given a baseline hazard, Brier scores.
 
-    torchsurv computes the scores in float64; the weights (inverse probability of censoring) are estimated on the set
-    `train`. years: horizons of AUC and Brier score. Returns {score: value} without undefined scores, such as those for
-    horizons after the end of the follow-up.
+    torchsurv computes the scores in float64; the inverse-probability-of-censoring weights are estimated on `train`.
+    years: horizons for AUC and Brier score. Returns {score: value}; undefined scores, such as those at horizons after
+    the end of follow-up, are left out.
     """
     from torchsurv.metrics.auc import Auc
     from torchsurv.metrics.brier_score import BrierScore
@@ -182,9 +181,9 @@ def score(
 
 
 def compare_models(risks: dict[str, ndarray], cases: pd.DataFrame) -> tuple[dict[str, dict], pd.DataFrame]:
-    """Compute each model's C over pairs within folds; compare the first model with the rest by paired bootstrap.
+    """Compute each model's C-index over pairs within folds; compare the first model with the rest by paired bootstrap.
 
-    risks: {model: log-hazards, one for each row of `cases`}. cases: the table that cases_of() returns, with a column
+    risks: {model: log-hazards, one for each row of `cases`}. cases: the table that cases_of() returns, plus a column
     `fold`; in a repeated cross-validation it contains each case once per repeat. The bootstrap resamples patients
     within the fold in which they first occur. Returns ({model: {score: value}}, table to print).
     """
@@ -225,9 +224,9 @@ def print_table(
 ) -> dict[str, float]:
     """Rank 0: print the validation scores of the network and the baseline models; return them as {name: value}.
 
-    models: {model: (log-hazards of the validation cases, baseline hazard or None)}, the network first. cases: the
-    table that cases_of() returns for the validation set. sets: the datasets {"train": ..., "val": ...}. years: horizons
-    of AUC and Brier score.
+    models: {model: (log-hazards of the validation cases, baseline hazard or None)}, the network first. cases: the table
+    that cases_of() returns for the validation set. sets: the datasets {"train": ..., "val": ...}. years: horizons for
+    AUC and Brier score.
     """
     scores, table = compare_models({name: risk for name, (risk, _) in models.items()}, cases.assign(fold=0))
     for name, (risk, baseline_hazard) in models.items():
@@ -245,7 +244,7 @@ def print_table(
 
 
 def folds_of(folder: Path) -> list[Path]:
-    """Return the run folders of the folds if `folder` contains a finished cross-validation, otherwise []."""
+    """Return the folds' run folders if `folder` contains a finished cross-validation, otherwise []."""
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     repeats, folds = (range(1, 1 + summary.get(name, 0)) for name in ("repeats", "folds"))
@@ -253,12 +252,12 @@ def folds_of(folder: Path) -> list[Path]:
 
 
 def print_cross_validation(folder: Path, metrics: list[dict], cases: pd.DataFrame, args) -> None:
-    """Rank 0: print the C of each model in a cross-validation; write summary.json and cross_validation.csv.
+    """Rank 0: print each model's C-index in a cross-validation; write summary.json and cross_validation.csv.
 
-    Two values are printed for each model: C over all pairs of cases within folds, and the mean of the folds' C. With
-    repeats, the mean of each case's log-hazards over the repeats is scored like another model. metrics: the scores of
-    each fold. cases: the tables that cases_of() returns for the validation sets, joined, with the columns `repeat` and
-    `fold` and a column of log-hazards for each model, the network first.
+    Two values are printed for each model: the C-index over all pairs of cases within folds, and the mean of the folds'
+    C-indices. With repeats, the network's log-hazards averaged over the repeats are scored as one more model. metrics:
+    the scores of each fold. cases: the tables that cases_of() returns for the validation sets, joined, with the columns
+    `repeat` and `fold` and a column of log-hazards for each model, the network first.
     """
     scores = pd.DataFrame(metrics)
     # leave out interval bounds and p values, whose means over the folds would be meaningless
@@ -293,10 +292,10 @@ def predictions(
 ) -> pd.DataFrame:
     """Return a table with each case's outcome and predictions, averaged over the models.
 
-    models: for each model, the log-hazards' parts from columns and image (n, 2), and the result of fit_reference(), or
-    None if the latter is unavailable. The predictions are the log-hazard relative to the mean training patient, its two
-    parts and, if fit_reference()'s result is available for all models, its percentile among the training patients and
-    the survival probability at each of the times `years`.
+    models: for each model, the column and image parts of the log-hazards (n, 2), and the result of fit_reference() or,
+    if that is unavailable, None. The predictions are the log-hazard relative to the mean training patient, its two
+    parts and, if all models have that result, its percentile among the training patients and the survival probability
+    at each of the times `years`.
     """
     time, event = outcome(data)
     event = np.where(np.isfinite(time), event, np.nan)

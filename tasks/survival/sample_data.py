@@ -17,12 +17,12 @@ from numpy.random import Generator
 from tasks.survival.report import concordance
 from utils.cli import InputError, real, whole
 
-# CT field of view in mm, lowest and highest ratio of slice thickness to in-plane voxel size, heart's semi-axes in mm
+# CT field of view in mm; range of the ratio of slice thickness to in-plane voxel size; semi-axes of the heart in mm
 FIELD = (160.0, 160.0, 128.0)
 THICKNESS = (1.0, 1.2)
 HEART = np.array([52.0, 50.0, 46.0])
 FOLDS = 5
-# in days: first event and last follow-up in the real cohort that is imitated, earliest censoring in the synthetic one
+# in days: first event and last follow-up in the real cohort imitated here; earliest censoring in the synthetic one
 FIRST_DAY, LAST_DAY, FIRST_CENSORED = 34, 2447, 300
 WEIBULL_SHAPE = 1.3
 # standard deviation of the log-hazard, and the fraction of its variance due to age; the rest is due to the shells
@@ -69,7 +69,7 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
         row |= {f"Fold_{k + 1}": "val" if fold[i] == k else "train" for k in range(FOLDS)}
         row |= {"Age": "" if rng.random() < 0.03 else int(age[i]), "Sex": rng.choice(["female", "male"])}
         rows.append(row | measured | {"true_log_hazard": log_hazard[i]})
-    # dataset.csv gets its name after everything else is written, so if it exists, the data set is complete
+    # dataset.csv is renamed into place last, so if it exists, the data set is complete
     unfinished = out / ".dataset.csv.tmp"
     pd.DataFrame(rows).to_csv(unfinished, index=False)
     unfinished.replace(out / "dataset.csv")
@@ -83,7 +83,7 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
 def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) -> tuple[np.ndarray, np.ndarray]:
     unscaled = (-np.log(rng.random(len(log_hazard))) * np.exp(-log_hazard)) ** (1 / WEIBULL_SHAPE)
     censored = rng.uniform(FIRST_CENSORED, LAST_DAY, len(log_hazard))
-    # scale the event times such that the fraction event_rate of the patients has the event before censoring
+    # scale the event times so that the fraction event_rate of the patients has the event before being censored
     scale = np.quantile(censored / unscaled, 1 - event_rate)
     days = scale * unscaled
     return np.clip(np.ceil(np.minimum(days, censored)), FIRST_DAY, LAST_DAY).astype(int), days <= censored
@@ -92,8 +92,8 @@ def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) ->
 def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: int) -> dict:
     """Write a CT and its heart mask; return the lesions' Agatston score, volume in mm3 and number.
 
-    names: paths of the CT ("path") and the mask ("mask") in the folder `out`. kinds: for each lesion, True for a shell
-    and False for a ball. matrix: voxels along the CT's first axis.
+    names: paths of the CT ("path") and the mask ("mask") relative to the folder `out`. kinds: for each lesion, True for
+    a shell and False for a ball. matrix: voxels along the CT's first axis.
     """
     import nibabel
 
