@@ -503,7 +503,7 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
     check_accelerate(args.gradient_accumulation_steps)
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
-    # print the lines that the published training guide (guide 4) shows
+    # print the same lines as the training guide (guide 4 in README.md), so that its sample output stays correct
     kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
     du.print_main(
         f"Distributed training: {kind}\nNumber of processes: {ranks.world_size}\nMixed precision: {precision}"

@@ -1029,8 +1029,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             ranks.wait_for_main("the data check")
     rows = du.broadcast_object(rows)
 
-    # Run() changes no files of an existing run: they are not written until training begins, so that errors in the input
-    # leave the run unchanged
+    # nothing is written to the run folder until training begins, so that bad input leaves an existing run intact
     run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
     # if there is a checkpoint, Run() replaces --lora_rank, --lora_alpha and --image_size with the checkpoint's values
     args = run.args

@@ -186,7 +186,7 @@ class Parser(argparse.ArgumentParser):
         return {action.dest for action in actions if action}
 
     def config_words(self, path: str) -> list[str]:
-        """Convert a config file to command-line words, so that its values pass the same checks as flags."""
+        """Convert a config file to command-line arguments, so that its values go through the same checks as flags."""
         words = []
         values = read_config(path)
         for section in self.sections:

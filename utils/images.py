@@ -63,7 +63,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
 def to_bytes(values: np.ndarray, window: Window | None = None, dtype=np.uint8) -> np.ndarray:
     """Scale values linearly so that `window` (by default, the range of the values) becomes 0..255.
 
-    uint8 values without a window stay unchanged. Raises ValueError for values that are not finite.
+    Without a window, uint8 values are returned unchanged. Raises ValueError for values that are not finite.
     """
     if window is None and values.dtype == np.uint8:
         return values

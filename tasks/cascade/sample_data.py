@@ -96,8 +96,8 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
     torso = Phantom(field, voxel)
     uniform, normal = rng.uniform, rng.normal
 
-    # width, depth and height relative to an average body; then in mm: shifts of the body to the right and to the front,
-    # bend of the spine, upward shift of the diaphragm, thickness of the fat layer
+    # width, depth and height relative to an average body; then in mm: rightward and forward shift of the body, bend of
+    # the spine, upward shift of the diaphragm, thickness of the fat layer
     width, depth, height = uniform(0.75, 1.12), uniform(0.75, 1.15), uniform(0.9, 1.1)
     lean, forward, bend = uniform(-32, 32), uniform(-26, 26), uniform(-18, 18)
     raised, fat = uniform(-45, 45), uniform(8, 28)

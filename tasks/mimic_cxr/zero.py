@@ -98,7 +98,7 @@ class ZeroEngine(Engine):
         self.parameters = [
             (names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]
         ]
-        # weights that put_weights() has swapped in for the ones being trained, or None if none are
+        # weights that put_weights() has swapped in for the trained ones; None if nothing is swapped in
         self.replaced: dict[str, Tensor] | None = None
         super().__init__(model, optimizer, precision, *args, **options)
 

@@ -112,7 +112,7 @@ def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[
     """Return the paths (image, mask) of the files that a CSV row refers to.
 
     path: the row's image_path, which is the path of the MASK and may contain backslashes. image_name: the image's file
-    name, needed if several masks share the image. The file endings of the image and the mask may differ, and a mask may
+    name, needed if several masks share the image. The extensions of the image and the mask may differ, and a mask may
     be named <image's name>_Segmentation, as in the ISIC data set. The modality's folder may be one level deeper than in
     `path`, as in the newer release of the PRS-Med data. listings: a cache of folder contents, filled here. Raises
     ValueError if a file is missing.

@@ -39,7 +39,7 @@ class Pair(NamedTuple):
     """An image file, its mask file, and the patient and split that both belong to.
 
     structure: name of the structure in the mask; "" if it is unknown or the mask is a label map. stem: the image's path
-    relative to the image folder, without the file ending.
+    relative to the image folder, without the extension.
     """
 
     image: Path
@@ -107,7 +107,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Return {path relative to `folder`, in lower case, without file ending: file} for all images below `folder`.
+    """Return {lower-case path relative to `folder`, without extension: file} for all images below `folder`.
 
     Raises InputError if two files have the same key, or if there are no images.
     """
@@ -142,7 +142,7 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
 
 
 def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
-    """Read the --table file; return {image file name in lower case without ending: (patient, split)}.
+    """Read the --table file; return {lower-case image file name without extension: (patient, split)}.
 
     Without a column "split", the split is chosen by a hash of --seed and the patient. Raises InputError if a row is
     incomplete or a patient is in two splits.

@@ -93,9 +93,9 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     def add_metric(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
-        # with only one case, both ends of the interval are NaN (unequal to itself) and are not recorded
+        # with only one case, both interval bounds are NaN and are dropped, because NaN differs from itself
         if low == low:
-            # the interval of a score must not reach below 0; that of a difference between two scores may
+            # clip a score's interval at 0; a difference between two scores can be negative
             low = low if sign else max(low, 0.0)
             metrics.update({f"{key}_low": low, f"{key}_high": high})
         return stats.shown(mean, low, high, sign)

@@ -1,4 +1,4 @@
-"""Wordings of questions: find the structure that a question names, and ask about a structure in other words.
+"""Question phrasing: find the structure that a question names, and rephrase questions about a structure.
 
 Does not import torch.
 """
