@@ -33,7 +33,7 @@ def make_relative_positions_deterministic(encoder: nn.Module) -> None:
 
 
 def folded_attention(attention: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
-    """Drop-in replacement for SamVisionSdpaAttention.forward(); returns (output (B, H, W, C), None), without weights."""
+    """Drop-in replacement for SamVisionSdpaAttention.forward(); returns (output (B, H, W, C), None)."""
     batch, height, width, _ = hidden_states.shape
     heads = attention.num_attention_heads
     qkv = attention.qkv(hidden_states).reshape(batch, height * width, 3, heads, -1)
