@@ -62,7 +62,7 @@ class Ranks:
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
-            # a rank that waits here does not hang, so stop its watchdog
+            # a rank that waits here is not stuck, so stop its watchdog
             faulthandler.cancel_dump_traceback_later()
             self.store.wait([what], timedelta(days=7))
 
@@ -258,7 +258,7 @@ def hold_signals() -> Iterator[None]:
 
 
 def _ignore_stop_signals(_: int) -> None:
-    """Make a DataLoader worker ignore Ctrl-C and SIGTERM, which reach all processes; the training process stops it."""
+    """Make a DataLoader worker ignore Ctrl-C and SIGTERM, which reach all processes: training stops its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -505,8 +505,8 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
 def round_for_exact_sum(values: Tensor) -> Tensor:
     """Round values to multiples of 2**-40, in float64. NaN and infinity stay as they are.
 
-    Adding rounded values is exact while the sums stay below 2**13, so neither the order nor the grouping of the
-    additions changes a bit. ExactEngine rounds gradients in the same way.
+    Adding rounded values is exact while the sums stay below 2**13, so the result is bit-identical whatever the order
+    and grouping of the additions. ExactEngine rounds gradients in the same way.
     """
     return (values.double() + SHIFT) - SHIFT
 
@@ -523,7 +523,7 @@ def scale_learning_rate(base: float, times: float, rule: str) -> float:
 
 
 def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Return the factor of the learning rate at `step` (from 0): linear warm-up, then constant or cosine decay to 0."""
+    """Return the learning rate multiplier at `step`, counted from 0: linear warm-up, then constant or a cosine to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":

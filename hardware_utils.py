@@ -76,7 +76,7 @@ def set_precision(
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
     remarks = []
     # The input size is fixed, so cuDNN needs to time its algorithms only once. The algorithm that it chooses can differ
-    # between runs, so the timing is off with --deterministic.
+    # between runs, so this timing is disabled with --deterministic.
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda" and precision == "no":
         # By default, Ampere and later GPUs round the inputs of fp32 convolutions to a 10-bit mantissa (TF32). torch has
@@ -91,7 +91,7 @@ def set_precision(
             torch.use_deterministic_algorithms(True)
         else:
             # set_deterministic_debug_mode("error") has the same effect as use_deterministic_algorithms(True), but does
-            # not import the torch.compile settings, which takes a second
+            # not import the torch.compile settings, which would take a second
             torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic = True

@@ -4,7 +4,7 @@ The script implements a published multi-GPU guide (guide 4): https://github.com/
 
     python train.py                                                               # one GPU, or CPU
     accelerate launch --config_file accelerate_config.yaml train.py               # 2 GPUs, fp16
-    torchrun --nproc_per_node=gpu train.py                                        # every GPU of the machine
+    torchrun --nproc_per_node=gpu train.py                                        # all GPUs on the machine
     python train.py --config configs/ad_darkroom.yaml                             # the baseline without compression
     python train.py --objective search                                            # predict a search agent's actions
     python train.py --eval_only                                                   # test best.pt on the unseen tasks
@@ -310,7 +310,10 @@ class Agents:
     """
 
     def __init__(self, model: InContextNet, count: int, forget: int):
-        """count: number of agents. forget: transitions that a model without compression drops from a full context."""
+        """count: number of agents.
+
+        forget: number of transitions that a model without compression drops when the context is full.
+        """
         self.model, self.forget = model, forget
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
@@ -321,8 +324,8 @@ class Agents:
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]
         self.latents: Tensor | None = None
-        # numbers of transitions in the context, of those whose keys and values are not cached yet, and of tokens in the
-        # cache
+        # number of transitions in the context; number of transitions whose keys and values are not cached yet; number
+        # of tokens in the cache
         self.length = self.uncached = self.cached = 0
 
     def act(self, cells: Tensor) -> Tensor:
@@ -423,8 +426,8 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
-        # round each batch's sum, so that the order of summation does not change the total; this works for totals below
-        # 8192, hence the division by 1024
+        # round each batch's sum, so that the order of summation does not change the total; the additions are exact only
+        # while the total is below 8192, so the sums are divided by 1024 first
         sums += torch.stack([du.round_for_exact_sum(part.double().sum() / 1024) for part in parts]).cpu()
     loss, right, count = du.reduce_sum(sums).tolist()
     return {"loss": loss / count, "accuracy": right / count}

@@ -49,12 +49,12 @@ FLIPS = ("flip_drrs_vertical", "flip_drrs_horizontal")
 
 @dataclass
 class Stage:
-    """Settings of one stage of the cascade: a JSON object of --stage_configs, with missing settings filled in.
+    """Settings of one stage of the cascade: a JSON object from --stage_configs, with missing settings filled in.
 
     volume_size: number of voxels along x, y and z. voxel_dim, vit_depth, num_heads: width, number of blocks and
     attention heads of the transformer. physics_weight: weight of the projection loss. batch_size: patients per GPU in a
     micro-batch. accumulation_steps: micro-batches per optimizer step. effective_batch_size: patients per optimizer step
-    on all GPUs. token_grid: largest number of transformer tokens along x, y or z.
+    across all GPUs. token_grid: largest number of transformer tokens along x, y or z.
     """
 
     name: str
@@ -501,13 +501,14 @@ CT_MEAN, CT_STD = -0.75, 0.25
 
 
 def hashed_normal(shape: tuple, seeds: Tensor, stream: int | Tensor) -> Tensor:
-    """Return Gaussian noise (B, *shape[1:]) that is the same on any device, except for the last bit of a logarithm.
+    """Return Gaussian noise (B, *shape[1:]) that is the same on any device, up to rounding errors.
 
     Each value is a function of the sample's seed, the stream number and the value's position. seeds: (B,), integers.
     stream: number that distinguishes noise for different purposes, an int or (B,).
 
-    A counter is hashed by splitmix64 (Steele et al. 2014) and converted by the Box-Muller transform. torch's generator
-    is not used, because on CUDA its output depends on how many multiprocessors the GPU has.
+    A counter is hashed by splitmix64 (Steele et al. 2014) and converted by the Box-Muller transform; only the transform
+    has rounding errors. torch's generator is not used, because on CUDA its output depends on how many multiprocessors
+    the GPU has.
     """
     count = math.prod(shape[1:])
     # the hash relies on int64 overflow, which wraps around; the masks in _mix() turn arithmetic right shifts into
@@ -536,8 +537,8 @@ class Cascade(nn.Module):
     voxel grid. By default, start volumes are corrected to agree with the X-rays.
 
     With v-prediction, the network gets zeros at the last timestep instead of an input that is almost pure noise. At
-    this timestep the network learns to predict the mean of all volumes that are possible for the X-rays, which has the
-    highest expected PSNR.
+    this timestep the network learns to predict the mean of all volumes that are consistent with the X-rays, which has
+    the lowest expected squared error.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
@@ -686,8 +687,8 @@ def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor |
 
     The diffusion loss is the mean squared error of the predicted velocity v, or of the noise with
     --no-v_parameterization. The physics loss is the projection error of the clean volume that the prediction implies.
-    It is weighted by alpha_bar(t), the squared signal scale at timestep t, because the clean volume is only a guess at
-    high noise.
+    It is weighted by alpha_bar(t), the squared signal scale at timestep t, because at high noise levels the clean
+    volume is only a guess.
 
     draw (B,): None during training, where timesteps are random. During validation, index of the noise level to
     evaluate, from 0 to LOSS_DRAWS - 1; the timestep for an index differs between patients, so that all patients
@@ -824,7 +825,7 @@ def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """Return the half width, in standard deviations, of an interval that contains 90 % of the true body voxels.
+    """Return the half width, in standard deviations, of an interval that contains 90 % of the true values in the body.
 
     The interval is centred on the mean of the sampled volumes; the standard deviations are those of z_scores(). The
     half width is determined on the validation patients. Call on all ranks: the patients are split among them.

@@ -736,7 +736,7 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def largest_batch(model: ChestModel, size: int) -> dict:
-    """Return a synthetic batch of maximum memory use: `size` questions of maximum length, each with its own image."""
+    """Return a dummy batch that needs the most memory: `size` questions of maximum length, each with its own image."""
     ids = torch.ones(size, MAX_TOKENS, dtype=torch.long)
     return {
         "ids": ids,
@@ -756,9 +756,9 @@ def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
 
 
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
-    """Return {flag: value} for flags that are not set, chosen by hardware (--auto_optimize) or from DEFAULTS.
+    """Return {flag: value} for unset flags, chosen to suit the hardware (--auto_optimize) or taken from DEFAULTS.
 
-    The choice by hardware follows the published training guide (guide 1). memory: lowest GPU memory in GiB.
+    The hardware-dependent values follow the published training guide (guide 1). memory: lowest GPU memory in GiB.
     compute: lowest compute capability of the GPUs. Both are None without GPUs. node: (CPU cores, available RAM in GiB,
     number of processes that share the cores and the RAM).
     """
@@ -852,8 +852,8 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 class Settings:
     """Settings of a run, resolved from flags, config files and hardware before the data and the model are loaded.
 
-    args: the flags, including those chosen by hardware. precision: "no", "fp16" or "bf16". config: the DeepSpeed
-    config, or {} to train without DeepSpeed. banner: {title: text}, printed when training starts.
+    args: the flags, including those chosen to suit the hardware. precision: "no", "fp16" or "bf16". config: the
+    DeepSpeed config, or {} to train without DeepSpeed. banner: {title: text}, printed when training starts.
     """
 
     args: Namespace

@@ -122,7 +122,7 @@ ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_
 
 
 class MaskDecoder(nn.Module):
-    """Computes mask logits from an image and a prompt: a U-Net whose bottleneck consists of SAM's image tokens.
+    """A U-Net that computes mask logits from an image and a prompt; its bottleneck consists of SAM's image tokens.
 
     As in the PRS-Med paper, SAM's tokens attend to the words of the prompt, and convolutions upsample the result to 4
     times the resolution of SAM's token grid. Two parts are not in the paper. First, a convolutional stem processes the
@@ -194,8 +194,8 @@ def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
 class PRSMed(nn.Module):
     """The PRS-Med network: a frozen vision-language model with LoRA, SAM's image encoder and a mask decoder.
 
-    SAM's image encoder and the mask decoder are trained in full. One forward pass computes the mask logits and the loss
-    of the answer.
+    SAM's image encoder and the mask decoder are trained in full. One forward pass computes both the mask logits and the
+    answer loss.
     """
 
     def __init__(self, vlm: nn.Module, sam: nn.Module, processor: "Processor", precision: str):
@@ -427,7 +427,7 @@ def linear_after_dropout(linear: nn.Linear, probability: float, inputs: Tensor) 
 
 
 def fingerprint(model: nn.Module) -> Tensor:
-    """Return one fp32 vector with up to 16 values of every frozen parameter.
+    """Return up to 16 values from each frozen parameter, concatenated into one fp32 vector.
 
     The vector identifies the frozen base model, regardless of the precision in which it was loaded.
     """
@@ -569,7 +569,7 @@ class PositionData(Dataset):
                 file = row.image
                 pixels = images.get(row.identity, self.decode_image, row.image)
         except (OSError, ValueError) as reason:
-            # check_data() could read the file, so it has been changed or removed since then
+            # check_data() read the file successfully, so it has been changed or removed since then
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
         sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
         mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer

@@ -472,10 +472,11 @@ def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvi
 
     x (n, k): encoded columns. image (n,): each case's image part, predicted by a network that was not trained on the
     case. cox_model: Cox model of the columns alone. A second Cox model is fitted to the columns and the image part;
-    chi2 is its penalized likelihood-ratio statistic against cox_model, and the difference of the models' coefficients
-    is multiplied by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). If the image part is not significant at the 5 %
-    level (chi2 at most 3.84) or its coefficient is not positive, its weight is 0 and the coefficients are those of
-    cox_model. Returns {"linear": coefficients of the columns, "image_weight": weight, "image_chi2": chi2}.
+    chi2 is its penalized likelihood-ratio statistic against cox_model. The difference between the two models'
+    coefficients is multiplied by 1 - 1 / chi2 and added to the coefficients of cox_model (van Houwelingen and le Cessie
+    1990). If the image part is not significant at the 5% level (chi2 at most 3.84) or its coefficient is not positive,
+    its weight is 0 and the coefficients are those of cox_model. Returns {"linear": coefficients of the columns,
+    "image_weight": weight, "image_chi2": chi2}.
     """
     linear = np.array(cox_model["beta"])
     seen = linear != 0
@@ -542,7 +543,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 
 @torch.no_grad()
 def predict_parts(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run) -> np.ndarray:
-    """All ranks: the cases in `data` are split among them; return the predictions for all cases on every rank.
+    """All ranks: predict the cases in `data`, splitting them among the ranks; return all predictions on every rank.
 
     Returns float64 (n, 2): the column part and the image part of each log-hazard (see RiskNet). Raises RunError if a
     prediction is not finite.
@@ -729,11 +730,11 @@ def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
 def begin_training(
     run: Run, model: RiskNet, inputs: Inputs, sets: dict, cox_models: dict[str, dict], described: str
 ) -> tuple[Training, DataLoader]:
-    """All ranks: prepare the training of `model`; return (Training, DataLoader of the training cases).
+    """All ranks: prepare `model` for training; return (Training, DataLoader of the training cases).
 
     In a new run, the model's Cox coefficients are set to those of the best Cox model. described: the numerical
-    precision in words, printed at the start of the run. Raises InputError if the batch or the device rules out --norm
-    batch.
+    precision in words, printed at the start of the run. Raises InputError if --norm batch is not possible
+    with the planned batch sizes or, with several processes, on a CPU.
     """
     args, ranks, train, cached = run.args, run.ranks, sets["train"], sets["cached"]
     name = best_cox_model(cox_models)
@@ -940,8 +941,8 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         if not is_cross_validated and last is not None:
             metrics["val/c_index_last"] = last
         training.finish(metrics)
-        # if a stop signal arrived after training, return its exit code, so that the cross-validation starts no further
-        # fold
+        # if a stop signal arrived after training, return its exit code, so that the cross-validation does not start
+        # another fold
         code = training.signalled() if is_cross_validated else 0
     return code, (metrics, cases)
 

@@ -204,7 +204,7 @@ def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dic
 
 
 def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict | None:
-    """All ranks: load the checkpoint that --resume_from names into CPU memory.
+    """All ranks: load the checkpoint given by --resume_from into CPU memory.
 
     Returns None if resume_from is None, or if it is `auto` and the folder has no checkpoint. Raises InputError on all
     ranks if the file is missing, damaged or in another format.
@@ -286,7 +286,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def read_run_id(folder: Path) -> str:
-    """Return the id of the run in a folder, or "". Without a file run_id, use the newest intact checkpoint's id."""
+    """Return the id of the run in a folder, or "". If there is no file run_id, use the newest checkpoint's id."""
     with contextlib.suppress(OSError):
         if run_id := (folder / "run_id").read_text().strip():
             return run_id
@@ -295,7 +295,7 @@ def read_run_id(folder: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """All ranks: rank 0 creates the folder. Raises InputError on all ranks if that fails or the folder has links."""
+    """All ranks: rank 0 creates the folder. All raise InputError if it cannot, or for symbolic links in it."""
     with agree_on_errors():
         if world()[0] == 0:
             try:
@@ -370,7 +370,7 @@ def begin_run(
 ) -> bool:
     """Rank 0, after all inputs have been checked: begin a new run in the folder, or continue the checkpoint's run.
 
-    When continuing, later checkpoints than `checkpoint` are deleted. A new run first gets a new run id, so that old
+    When continuing, checkpoints later than `checkpoint` are deleted. A new run first gets a new run id, so that old
     checkpoints are invalid even if a kill leaves some behind. Returns whether best_names[0] exists for this run and is
     not from a later step, i.e. whether the checkpoint's best score is still valid. Raises InputError if the folder
     holds a run other than the checkpoint's and `overwrite` is False.
@@ -405,7 +405,7 @@ def begin_run(
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if not checkpoint:
         return False
-    # make a copy of the other run's checkpoint the first of this run, for `auto` to find; its metrics are not copied
+    # save the other run's checkpoint as the first of this run, so that `auto` finds it; its metrics are not copied
     checkpoint["log"]["bytes"] = 0
     source = Path(checkpoint["path"])
     best, of_run = source.with_name(best_names[0]), read_seal(source).run_id

@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         if args.config:
             path = args.config
             if path.startswith("config/") and not Path(path).exists():
-                # the published training guide for the cascade writes config/ instead of configs/
+                # the published training guide for the cascade refers to configs/ as config/
                 path = path.replace("config/", "configs/", 1)
             # The command line alone was parsed without errors, so any further error is in the config file. The flags of
             # the file come first, so that the command line takes precedence.

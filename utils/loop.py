@@ -1,6 +1,6 @@
 """The parts of a training loop that every script shares: steps, evaluations, checkpoints and resuming.
 
-Each script writes its own loop and loss around two classes. `Run` manages the run folder, also with --eval_only.
+Each script writes its own loop and loss around two classes. `Run` manages the run folder, even with --eval_only.
 `Training` runs the steps and writes checkpoints; it uses an engine from utils/engine.py. Three rules keep resuming
 simple:
 
@@ -142,7 +142,7 @@ class Run:
     ) -> BatchPlan:
         """All ranks: divide the batch into micro-batches as the flags say, or as the checkpoint says on resume.
 
-        try_once(size): run a forward and backward pass, without collectives, of a worst-case micro-batch: `size`
+        try_once(size): run a forward and backward pass, without collectives, on a worst-case micro-batch: `size`
         samples that need the most memory. With --auto_batch all ranks halve the micro-batch until it fits into the
         memory of each; if they do so on resume, results are the same up to rounding. Raises RunError if not even one
         sample fits.
@@ -432,7 +432,7 @@ class Training:
         if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
             self.save(best)
         if paused:
-            # log after saving, so that a resumed run drops these lines
+            # log after saving: a resumed run drops lines logged after its checkpoint, which the uninterrupted run lacks
             self.log.write_interval(*where, self.last_step)
             if metrics and not planned:
                 self.log.write(*where, metrics)

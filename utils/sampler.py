@@ -74,7 +74,7 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return arrays: each group's image, number of the image's questions in earlier groups and in this one."""
+        """Return three arrays: each group's image, that image's questions in earlier groups, and the group's own."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)
@@ -193,7 +193,7 @@ class TrainBatchSampler:
 class EvalBatchSampler:
     """Yields this rank's batches in an evaluation; over all ranks, every sample occurs exactly once.
 
-    Batches do not depend on the world size: a sample is always in a batch with the same others, so its result is
+    Batches do not depend on the world size: a sample always shares its batch with the same samples, so its result is
     bit-identical on any number of ranks. Small sets get smaller batches, so that up to 8 ranks have work.
     """
 

@@ -77,7 +77,7 @@ def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3)
 
 
 def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:
-    """Return, for each evaluated row, the index of a row that belongs to another case, if possible of the same kind.
+    """Return, for each evaluated row, the index of a row from a different case, preferably a row of the same kind.
 
     cases, kinds: the case (patient or study) and the kind (imaging modality) of each row. The cases of each kind are
     arranged in a ring in random order, and the rows of each case are paired with rows of the case before it. If a kind

@@ -3,7 +3,7 @@
 A data folder has one sub-folder per patient, named <id>. It contains the CT as <id>.nii.gz (or .nii, .npy; in HU), the
 frontal X-ray as <id>_pa_drr.png (or <id>_pa.png, <id>_frontal.png) and the lateral X-ray as <id>_lat_drr.png (or
 <id>_lat.png, <id>_lateral.png). X-rays may also be JPEG, DICOM or .npy files, and a CT may be a folder of DICOM slices.
-Without sub-folders, the files lie in the data folder itself.
+The files can also be in the data folder itself, without sub-folders.
 """
 
 import functools
@@ -266,8 +266,8 @@ class Data:
     def survey(self) -> tuple[np.ndarray, ...]:
         """Read the files of all patients and cache them on disk. Call on all ranks: the patients are split among them.
 
-        Returns four arrays with an entry for every patient: line integrals through the CT and the X-rays at the same
-        size (both (patients, views, CHECK_SIDE, CHECK_SIDE)), the CT's field of view in mm (patients, 3), and
+        Returns four arrays with an entry for every patient: the line integrals through the CT; the X-rays, resized to
+        match (both (patients, views, CHECK_SIDE, CHECK_SIDE)); the CT's field of view in mm (patients, 3); and
         Volume.summary() of the CT (patients, 6). Raises an InputError that lists all patients with unusable files.
         """
         rank, world_size = du.world()
@@ -462,8 +462,8 @@ class XrayCtDataset(Dataset):
     the run's seed, the epoch (during training) and the patient. other: the X-rays of the next patient in the test
     split, empty in other splits. error: why the patient's files cannot be used, or "".
 
-    During training, augmentation shifts the volume and its X-rays up or down by up to 5 % of the height; the rows of
-    both views run along z, so the shifted X-rays still match the shifted volume. Augmentation also varies the exposure
+    During training, augmentation shifts the volume and its X-rays up or down by up to 5 % of the height; the vertical
+    axis of both views is z, so the shifted X-rays still match the shifted volume. Augmentation also varies the exposure
     and noise of input_xrays. Images are never flipped: a horizontal flip swaps left and right in the frontal view, but
     front and back in the lateral view, so no flip of the volume would match both.
     """

@@ -211,10 +211,10 @@ class Prior(NamedTuple):
     X, Y, Z): principal directions of the training volumes, not normalized. centre (P,): ray means of the mean volume.
     gain (R, P): matrix that maps centred ray means to coefficients of the basis.
 
-    The last three tensors are needed only to leave a training patient out when predicting that patient's own volume.
+    Three more tensors, described below, are needed only to leave a training patient out when predicting that patient's
+    own volume. Checkpoints store None instead, because these tensors reveal the CTs of individual patients.
     coordinates (N, R): coordinates of the training patients in the basis. weights (N, P): matrix that maps centred ray
     means to w. kernel (N, N): inverse of the penalized Gram matrix of the centred ray means, minus a constant.
-    Checkpoints store None instead, because these tensors reveal the CTs of individual patients.
     """
 
     grid: list[int]

@@ -459,11 +459,11 @@ class SegmentDataset(Dataset):
 
     A segment consists of up to `max_depth` blocks of n_transit transitions, which the network compresses, and a context
     of 1 to n_transit transitions, whose actions it predicts. The number of blocks is the segment's depth. During
-    training, each segment is drawn at random, depending only on (seed, epoch, sample index); the contexts of an epoch
-    together are about as long as the histories. In evaluations, each of a task's first EVAL_STREAMS histories yields
-    one segment of every depth. from_start: fraction of segments that begin at the start of their history, like an
-    acting agent's past. shift: maximum number of rows and columns by which a segment's room is moved, so that the
-    network cannot memorize goals.
+    training, each segment is drawn at random, depending only on (seed, epoch, sample index); the contexts of one epoch
+    contain at most as many transitions in total as all histories of the dataset's tasks. In evaluations, each of a
+    task's first EVAL_STREAMS histories yields one segment of every depth. from_start: fraction of segments that begin
+    at the start of their history, like an acting agent's past. shift: maximum number of rows and columns by which a
+    segment's room is moved, so that the network cannot memorize goals.
     """
 
     def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
@@ -481,8 +481,9 @@ class SegmentDataset(Dataset):
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
         """Choose a segment for each sample index; return the arrays (history, depth, end, shift), one entry per index.
 
-        history: number of the history, counted over the dataset's tasks. depth: number of blocks to compress. end: the
-        step that follows the context's last transition. shift (n, 2): rows and columns to move the room by.
+        history: index of the history, numbered consecutively across the dataset's tasks. depth: number of blocks to
+        compress. end: the step that follows the context's last transition. shift (n, 2): rows and columns to move the
+        room by.
         """
         if self.train:
             history = samples // self.segments_per_history

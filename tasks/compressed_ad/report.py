@@ -31,7 +31,9 @@ def interval_by_task(values: np.ndarray) -> tuple[float, float]:
 
 
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
-    """Return {metric: value}: mean returns in the first and the last episodes, and of random and optimal agents.
+    """Return {metric: value}: the agents' mean returns in the first episode and in the last tenth of the episodes.
+
+    For comparison, the metrics include the mean returns of random and optimal agents.
 
     returns (tasks, agents, episodes): the sum of rewards in each episode. tasks: the task numbers along the first axis
     of `returns`. The metric normalized_last is 0 for random and 1 for optimal actions.

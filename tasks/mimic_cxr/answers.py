@@ -52,8 +52,8 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
 
     The other heads use the first name in the main answers that equals a class name, ignoring case. Answers with
     positiveness `neg` come last, because descriptions also list absent findings: the answer "no effusion" is `neg` but
-    lists effusion in `obs_entities`. A `neg` answer means the category "no finding"; `where_is`
-    questions get no target from it.
+    lists effusion in `obs_entities`. For the category head, a `neg` answer that names a class maps to "no finding"; for
+    `where_is` questions, a `neg` answer yields no target.
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:

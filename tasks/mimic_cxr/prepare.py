@@ -279,8 +279,8 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
     """Return image, patient, split, known labels and, if given, view, sex and age from a row of the user's table.
 
-    By default, each image is a patient of its own, and the patient's name and --seed determine the split. source: file
-    and line of the row, for error messages. folder: the table's folder; image paths are relative to it. Raises
+    By default, each image counts as a separate patient, and the patient's name and --seed determine the split. source:
+    file and line of the row, for error messages. folder: the table's folder; image paths are relative to it. Raises
     InputError if a value is invalid or the image does not exist.
     """
     image, split = row["image"], row.get("split", "")
@@ -463,7 +463,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """Return [0, end of train, end of val, end of test]: where each split ends in questions sorted by split.
+    """Return [0, end of train, end of val, end of test]: the splits' boundaries when questions are sorted by split.
 
     studies: table of the studies with a column "split". study (questions,): index of each question's study, sorted.
     """

@@ -169,7 +169,7 @@ IMAGE_FEATURES = {"pixels": small_pixels, "numbers": image_numbers}
 
 
 def components(features: ndarray, fitted: int) -> ndarray:
-    """Standardize features (N, D), project them onto at most 64 whitened principal components; return the result.
+    """Standardize features (N, D) and project them onto at most 64 whitened principal components; return the result.
 
     fitted: number of leading rows used to fit the standardization and the principal components.
     """

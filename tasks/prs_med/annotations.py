@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The image's digest, which copies under other names share, or the file's path if the digest is unknown."""
+        """The image's digest, shared by copies under other names, or the file's path if the digest is unknown."""
         return self.digest or self.image
 
 

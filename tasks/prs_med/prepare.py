@@ -164,7 +164,7 @@ def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
 
 
 def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) -> dict[str, np.ndarray]:
-    """Split a label map (H, W), or convert a mask (H, W), to {structure name: bool mask (H, W)}.
+    """Split a label map (H, W) or convert a mask (H, W); return {structure name: bool mask (H, W)}.
 
     labels: {label value: structure name, or "-" to skip the value}; None if the mask shows only `structure`. Raises
     ValueError if a structure's name is unknown.

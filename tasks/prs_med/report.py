@@ -29,7 +29,7 @@ def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
     from monai.metrics import compute_hausdorff_distance
 
     with warnings.catch_warnings():
-        # ignore MONAI's warnings about empty masks and about a deprecated function that it calls itself
+        # ignore MONAI's warnings about empty masks and about a deprecated function that MONAI itself calls
         warnings.simplefilter("ignore")
         distances = compute_hausdorff_distance(predicted[:, None], target[:, None], True, percentile=95)[:, 0]
     limits = float(np.hypot(*target.shape[1:])) * (predicted | target).any((1, 2))
@@ -93,7 +93,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     def add_metric(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
-        # with only one case, both interval bounds are NaN and are dropped, because NaN differs from itself
+        # with only one case, both interval bounds are NaN; the comparison drops them, because NaN != NaN
         if low == low:
             # clip a score's interval at 0; a difference between two scores can be negative
             low = low if sign else max(low, 0.0)

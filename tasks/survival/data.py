@@ -203,7 +203,7 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
     """Fit the encodings of the named columns to the training `rows`; return one dict per column, for encode_columns().
 
     A numeric column is encoded by its mean and SD, a text column by the list of its distinct values. Raises InputError
-    for columns that are blank, mix numbers with text, or have too many distinct texts.
+    for columns that are blank, mix numbers with text, or have too many distinct text values.
     """
     columns, problems = [], []
     for name in names:
@@ -235,8 +235,8 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
 def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
     """Encode all rows of the cohort as float32 (rows, n), using the encodings that fit_columns() returned.
 
-    Numbers are standardized, texts are one-hot encoded, and indicators mark blank cells and texts that fit_columns()
-    did not see. Raises InputError if a numeric column contains text or a column is missing.
+    Numbers are standardized, text values are one-hot encoded, and indicators mark blank cells and text values that
+    fit_columns() did not see. Raises InputError if a numeric column contains text or a column is missing.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
@@ -506,7 +506,7 @@ class MultiGPUSurvivalDataset(Dataset):
         return torch.from_numpy(volumes[place].copy())
 
     def measure_volumes(self, threads: int) -> np.ndarray:
-        """All ranks: the volumes of the dataset are split among them; measure each once and fill the disk cache.
+        """All ranks: measure each volume in the dataset once, splitting the work among the ranks; fill the disk cache.
 
         The measurements become columns of cohort.table, named as in MEASUREMENTS. threads: number of reading threads
         per rank. Returns (cases, 6): each file's voxel size in mm and axis codes, see Volume.summary(). Raises

@@ -293,9 +293,9 @@ def predictions(
     """Return a table with each case's outcome and predictions, averaged over the models.
 
     models: for each model, the column and image parts of the log-hazards (n, 2), and the result of fit_reference() or,
-    if that is unavailable, None. The predictions are the log-hazard relative to the mean training patient, its two
-    parts and, if all models have that result, its percentile among the training patients and the survival probability
-    at each of the times `years`.
+    if that is unavailable, None. The predictions are the log-hazard relative to the average training patient (uncentred
+    for models without a fit_reference() result), its two parts and, if fit_reference() results are available for all
+    models, its percentile among the training patients and the survival probability at each of the times `years`.
     """
     time, event = outcome(data)
     event = np.where(np.isfinite(time), event, np.nan)

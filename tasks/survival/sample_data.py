@@ -83,7 +83,7 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
 def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) -> tuple[np.ndarray, np.ndarray]:
     unscaled = (-np.log(rng.random(len(log_hazard))) * np.exp(-log_hazard)) ** (1 / WEIBULL_SHAPE)
     censored = rng.uniform(FIRST_CENSORED, LAST_DAY, len(log_hazard))
-    # scale the event times so that the fraction event_rate of the patients has the event before being censored
+    # scale the event times so that a fraction event_rate of the patients have the event before being censored
     scale = np.quantile(censored / unscaled, 1 - event_rate)
     days = scale * unscaled
     return np.clip(np.ceil(np.minimum(days, censored)), FIRST_DAY, LAST_DAY).astype(int), days <= censored
