@@ -128,7 +128,7 @@ class TrainBatchSampler:
         self.set_position(0)
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
-        """Make the next iteration start in this epoch, after `samples` samples, counted over all ranks."""
+        """Make the next iteration start in epoch `epoch`, after `samples` samples, counted over all ranks."""
         self.epoch = epoch
         self.start = samples
         self.epoch_order: np.ndarray | None = None

@@ -39,8 +39,8 @@ def folded_attention(attention: nn.Module, hidden_states: Tensor) -> tuple[Tenso
     qkv = attention.qkv(hidden_states).reshape(batch, height * width, 3, heads, -1)
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    # position terms of each query: h(q), (B, heads, H, W, H), has one per row of keys; w(q), (B, heads, H, W, W), has
-    # one per column of keys
+    # relative-position bias of each query: h(q), shape (B, heads, H, W, H), per row of keys; w(q), shape (B, heads, H,
+    # W, W), per column of keys
     grid = query.unflatten(2, (height, width))
     to_rows = torch.einsum("bnhwc,hck->bnhwk", grid, distance_table(attention.rel_pos_h, height))
     to_columns = torch.einsum("bnhwc,wck->bnhwk", grid, distance_table(attention.rel_pos_w, width))

@@ -33,7 +33,7 @@ def structure_of(row) -> tuple[str, str]:
 def unet_scores(
     train, val, test, steps: int, seed: int, device: torch.device, precision: str, heartbeat: Callable[[], None]
 ) -> list[dict]:
-    """Train a UNet on `train`; return a dict of scores for each row of `test` about a structure that occurs in `train`.
+    """Train a UNet on `train`; return one dict of scores for each `test` row whose structure occurs in `train`.
 
     train, val, test: PositionData; if `val` is None, the final weights are tested. steps: number of training steps.
     heartbeat: function called before each step to report that the process is alive.

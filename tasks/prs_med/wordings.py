@@ -182,7 +182,7 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
     def filler(most: int) -> str:
         """Return up to `most` random filler words, followed by punctuation.
 
-        The letters of some words are shuffled, to stand for unknown words.
+        The letters of some words are shuffled, to mimic unknown words.
         """
         words = [choose(FILLERS) for _ in range(rng.integers(most + 1))]
         words = ["".join(rng.permutation(list(word))) if rng.random() < 0.2 else word for word in words]
