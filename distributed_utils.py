@@ -481,7 +481,7 @@ def agree_on_errors() -> Iterator[None]:
 def check_same_weights(state: dict[str, Tensor]) -> None:
     """All ranks: compare checksums of the weights across ranks. Raises RunError on all ranks if the weights differ.
 
-    If a bit flips in one rank's GPU memory, its weights drift away from those of the others, and the loss does not show it.
+    If a bit flips in one rank's GPU memory, its weights drift from those of the others, and the loss does not show it.
     """
     if world()[1] == 1:
         return

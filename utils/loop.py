@@ -432,7 +432,7 @@ class Training:
         if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
             self.save(best)
         if paused:
-            # save first, then log: resuming drops lines logged after the checkpoint, and a run without a pause lacks them
+            # save first, then log: resuming drops lines logged after the checkpoint, as in a run without a pause
             self.log.write_interval(*where, self.last_step)
             if metrics and not planned:
                 self.log.write(*where, metrics)
