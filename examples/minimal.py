@@ -14,7 +14,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-# if you copy this file to the project's root, delete the next line
+# if you copy this file to the project's root, delete the next line and `import sys`
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils.cli import InputError, Parser, add_common_arguments, launch_workers, real, run_main, whole

@@ -575,6 +575,9 @@ def test_run_resumed_from_best_ends_the_same(run, resume_exactly, uninterrupted,
     shutil.copytree(uninterrupted(MINIMAL), folder)
     run(MINIMAL, folder, f"--resume_from {folder}/best.pt --max_steps 1")
     resume_exactly(MINIMAL, folder)
+    # after that, --overwrite deletes the run
+    run(MINIMAL, folder, "--overwrite --max_steps 1")
+    assert saved_steps(folder) == {1}
 
 
 def test_interrupted_copy_of_a_run_folder_resumes_with_warnings(run, uninterrupted, eight_steps, folder):
@@ -617,6 +620,17 @@ def test_run_resumes_after_a_full_disk(run, resume_exactly, uninterrupted, eight
 
 
 # --- failures on one rank ---------------------------------------------------------------------------------------------
+
+
+def test_unusable_flag_is_one_line_and_leaves_no_folder(run, folder):
+    text = run(MINIMAL, folder, "--batch_size 0", 2, code=2)
+    assert len(text.splitlines()) == 1
+    assert not folder.exists()
+
+
+def test_stages_of_the_cascade_skip_a_non_finite_step(run, folder):
+    run(CASCADE, folder, "--max_steps 4", 2, fault="nan@2@1")
+    assert skipped_steps(folder) == [2]
 
 
 def test_ten_bad_steps_in_a_row_end_the_run(run, folder, tmp_path):
