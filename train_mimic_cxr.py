@@ -377,7 +377,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
 
 
 def freeze_unused(model: ChestModel, path: str) -> None:
-    """Freeze parameters that no output depends on, such as BERT's pooler: DDP would wait for their gradients forever.
+    """Freeze parameters that no output depends on, such as BERT's pooler: DDP fails without gradients for them.
 
     A backward pass on a synthetic batch finds these parameters. path: folder or hub name of the image encoder, for the
     error message. Raises InputError if the image encoder does not accept images of the model's image size.

@@ -855,8 +855,12 @@ def test(
     if "train" in sets:
         # the training rows, without augmentation or rewording
         known = PositionData(sets["train"].rows, data.processor, data.caches)
-        own = rivals.rival_scores(known, data, *du.world())
+        # if there are several ranks, rank 0 trains the UNet while the other ranks fit the other baselines
+        (rank, size), own = du.world(), {}
+        busy = int(args.unet_steps > 0 and size > 1)
         try:
+            if rank >= busy:
+                own = rivals.rival_scores(known, data, rank - busy, size - busy)
             if args.unet_steps and ranks.is_main:
                 settings = args.unet_steps, args.seed, ranks.device, model.precision
                 own["unet"] = unet_scores(known, sets.get("val"), data, *settings, lambda: run.heartbeat("the UNet"))
@@ -864,7 +868,7 @@ def test(
             # wait without a collective, because training the UNet may take longer than the timeout of a collective
             ranks.wait_for_main("the UNet")
         parts = du.gather_objects(own)
-        for name in parts[0]:
+        for name in parts[-1] | parts[0]:
             rows = [row for part in parts for row in part.get(name, [])]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
 

@@ -611,7 +611,13 @@ def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tu
 
 
 def test(
-    run: Run, sets: dict, parts: dict[str, np.ndarray], reference: dict, baseline_models: dict[str, tuple], title: str
+    run: Run,
+    sets: dict,
+    parts: dict[str, np.ndarray],
+    reference: dict,
+    cox_models: dict[str, dict],
+    other_run: dict[str, tuple],
+    title: str,
 ) -> tuple[dict[str, float], pd.DataFrame | None]:
     """All ranks: score the validation set; rank 0 prints the scores and writes predictions and a figure.
 
@@ -628,7 +634,7 @@ def test(
                 for name in ("val", "train")
             }
             log_hazard = tables["val"]["log_hazard"].to_numpy()
-            models = {"network": (log_hazard, reference)} | baseline_models
+            models = {"network": (log_hazard, reference)} | other_run | fit_baseline_models(sets, cox_models)
             cases = report.cases_of(val, args.stratum_column)
             metrics = {"val/loss": validation_loss(parts["val"], val)}
             metrics |= report.print_table(title, models, cases, sets, args.eval_years)
@@ -839,9 +845,11 @@ def cross_fit_image_weight(
                 held_out = predict_parts(network, sets["val"], inner.batch.micro_batch_size, run)[:, 1]
                 # subtract the mean, because each network's log-hazards have an arbitrary offset
                 image[fold == left_out] = held_out - held_out.mean()
-                code = inner.signalled() or training.signalled()
-                if code:
-                    du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
+        if not code:
+            # also a signal that arrived while `inner` was closed
+            code = inner.signalled() or training.signalled()
+            if code:
+                du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
         if code:
             return code, {}, None
     x = inputs.columns[rows].astype(float)
@@ -859,7 +867,9 @@ def set_image_weight(model: RiskNet, weighed: dict | None) -> None:
         model.image_weight.fill_(weighed["image_weight"])
 
 
-def score_checkpoint(model: RiskNet, sets: dict, run: Run, baseline_models: dict[str, tuple]) -> None:
+def score_checkpoint(
+    model: RiskNet, sets: dict, run: Run, cox_models: dict[str, dict], other_run: dict[str, tuple]
+) -> None:
     """All ranks: test the checkpoint's model on the validation fold (--eval_only).
 
     Raises InputError if the checkpoint's model was trained on cases of the validation fold.
@@ -873,7 +883,7 @@ def score_checkpoint(model: RiskNet, sets: dict, run: Run, baseline_models: dict
     if not reference:
         du.print_main("warning: these are not the run's final weights, so the image part keeps its weight of 1")
         reference = report.fit_reference(parts["train"], parts["train"], sets["train"])
-    metrics, _ = test(run, sets, parts, reference, baseline_models, "val")
+    metrics, _ = test(run, sets, parts, reference, cox_models, other_run, "val")
     run.write_summary("eval_val", metrics)
 
 
@@ -894,13 +904,11 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
     inputs = read_inputs(cohort, encoding, np.concatenate([train, val]), args, train if is_new else None)
     sets = inputs.sets({"train": train, "val": val}, args)
     with du.agree_on_errors():
-        baseline_models = report.read_other_run(args.rival_run, sets["val"])
+        other_run = report.read_other_run(args.rival_run, sets["val"])
         model = build_model(args, precision, ranks.device, inputs.columns.shape[1], run.checkpoint)
     cox_models = load_or_fit_cox_models(run, sets["train"], inputs.clinical)
     if args.eval_only:
-        if ranks.is_main:
-            baseline_models |= fit_baseline_models(sets, cox_models)
-        score_checkpoint(model, sets, run, baseline_models)
+        score_checkpoint(model, sets, run, cox_models, other_run)
         return 0, None
 
     training, loader = begin_training(run, model, inputs, sets, cox_models, described)
@@ -933,9 +941,7 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         reference |= report.fit_reference(parts["train"], parts["train"] if unseen is None else unseen, sets["train"])
         reference |= {"linear": model.linear.tolist(), "image_weight": float(model.image_weight)}
         title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
-        if ranks.is_main:
-            baseline_models |= fit_baseline_models(sets, cox_models)
-        metrics, cases = test(run, sets, parts, reference, baseline_models, title)
+        metrics, cases = test(run, sets, parts, reference, cox_models, other_run, title)
         metrics |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
         last = training.last_logged("val/c_index")
         if not is_cross_validated and last is not None:

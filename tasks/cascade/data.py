@@ -203,7 +203,7 @@ def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tenso
     return resize(torch.from_numpy(np.ascontiguousarray(values))[None, None], (size, size))[0, 0]
 
 
-def is_mirrored(view: int, flag: str) -> bool:
+def is_mirrored(view: int, flag: str | None) -> bool:
     return flag in (VIEWS[view], "both")
 
 
@@ -374,7 +374,7 @@ class Data:
 
     def _decode(self, patient: Patient, content: tuple) -> np.ndarray:
         paths = {key: cache_path(self.args.cache_dir, patient.ct, key) for key in (*self.sizes, self.header_key)}
-        if not all(path.is_file() for path in paths.values()):
+        if not paths[content].is_file():
             found = read_ct(patient.ct)
             hu = torch.from_numpy(np.array(found.values, order="C")).clamp_(HU_MIN, HU_MAX)
             extent = (found.spacing * hu.shape).astype(np.float32)

@@ -298,6 +298,8 @@ class Histories:
             words = np.stack([states % self.env.cells, actions, next_states % self.env.cells, targets], -1)
             self.words[task], self.rewards[task] = words.swapaxes(0, 1), rewards.T
             self.curves.append(learning_curve(rewards, self.env))
+            # free the arrays of this task
+            group.clear()
         self.digest = hashlib.sha256(self.words.tobytes() + self.rewards.tobytes()).hexdigest()[:12]
 
 
@@ -333,7 +335,9 @@ def read_file(path: Path, wanted: str | None) -> tuple[Env, list[dict]]:
 
     try:
         with h5py.File(path) as file:
-            spec = str(file.attrs.get("env", wanted or "darkroom"))
+            spec = file.attrs.get("env", wanted or "darkroom")
+            # a fixed-length string in a file of another program
+            spec = spec.decode() if isinstance(spec, bytes) else str(spec)
             groups = [{name: read_array(file, f"{task}/{name}") for name in FIELDS} for task in range(len(file))]
     except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError) as error:
         reason = f"{first_line(error)}; it needs groups '0', '1' ... with {', '.join(FIELDS)}"
