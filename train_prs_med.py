@@ -868,7 +868,8 @@ def test(
             # wait without a collective, because training the UNet may take longer than the timeout of a collective
             ranks.wait_for_main("the UNet")
         parts = du.gather_objects(own)
-        for name in parts[-1] | parts[0]:
+        # any rank may have no structure to fit, so no single rank knows all names; the UNet comes last
+        for name in {name: None for part in (*parts[1:], parts[0]) for name in part}:
             rows = [row for part in parts for row in part.get(name, [])]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
 
