@@ -9,9 +9,7 @@
     python train_accelerate.py --eval_only --dataset_path other_hospital --split_files train.txt test.txt
     python train_accelerate.py --predict new_xrays                                     # write CT volumes as NIfTI
 
-Each patient has a CT <id>/<id>.nii.gz, a frontal X-ray <id>/<id>_pa_drr.png and a lateral X-ray <id>/<id>_lat_drr.png;
-see tasks/cascade/README.md. Without data, `make demo TASK=cascade` trains on synthetic patients. The script implements
-the published training guide that README.md lists as guide 3.
+Data format: tasks/cascade/README.md. Without data, `make demo TASK=cascade` trains on synthetic patients.
 """
 
 import copy
@@ -49,12 +47,10 @@ FLIPS = ("flip_drrs_vertical", "flip_drrs_horizontal")
 
 @dataclass
 class Stage:
-    """Settings of one stage of the cascade: a JSON object from --stage_configs, with missing settings filled in.
+    """Settings of one stage of the cascade.
 
-    volume_size: number of voxels along x, y and z. voxel_dim, vit_depth, num_heads: width, number of blocks and
-    attention heads of the transformer. physics_weight: weight of the projection loss. batch_size: patients per GPU in a
-    micro-batch. accumulation_steps: micro-batches per optimizer step. effective_batch_size: patients per optimizer step
-    across all GPUs. token_grid: largest number of transformer tokens along x, y or z.
+    batch_size: patients per micro-batch on each GPU. effective_batch_size: patients per optimizer step across all GPUs.
+    token_grid: maximum number of transformer tokens along each axis.
     """
 
     name: str
@@ -94,16 +90,11 @@ class Stage:
 
     @property
     def best_names(self) -> tuple[str, str]:
-        """File names of the stage's best checkpoint: as in the published training guide (guide 3), and best.pt."""
         return f"{self.name}_best.pt", "best.pt"
 
     @property
     def eval_batch(self) -> int:
-        """Number of patients per forward pass in evaluations.
-
-        The number depends only on volume_size and not on the number of GPUs, because the results must not depend on the
-        GPUs.
-        """
+        """Batch size for evaluation. It must not depend on the number of GPUs, because the results must not."""
         return max(1, min(4, 2 * 128**3 // math.prod(self.volume_size)))
 
 
@@ -125,14 +116,12 @@ def json_object(text: str) -> dict:
 
 
 def choose_stages(args: Namespace, given: set[str], in_config: set[str]) -> list[dict]:
-    """Fill in the settings that --stage_configs omits and return the stages as dicts.
+    """Fill in the settings that --stage_configs omits; return the stages as dicts.
 
-    Without --stage_configs, the stages are the three of the published training guide (guide 3). given, in_config: names
-    of the flags that are set on the command line and in the config file. Raises ArgumentTypeError for an invalid stage.
+    given, in_config: names of the flags set on the command line and in the config file.
 
-    Precedence with --stage_configs, highest first: flag on the command line, the stage's JSON object, flag in the
-    config file, default value of the flag, the guide's stage. Without --stage_configs: flag on the command line, flag
-    in the config file, the guide's stage, default value of the flag.
+    Precedence with --stage_configs, highest first: command line, the stage's JSON object, config file, flag default,
+    stage in GUIDE. Without --stage_configs: command line, config file, stage in GUIDE, flag default.
     """
     guide = [asdict(stage) for stage in GUIDE]
     entries, first = args.stage_configs, given
@@ -245,8 +234,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args.stage_configs = choose_stages(args, parser.given(argv), in_config)
     except ArgumentTypeError as error:
         parser.error(f"--stage_configs: {error}")
-    # set the batch flags to the last stage's settings, for tools that run a single training step; training itself uses
-    # each stage's own settings
+    # for tools that run a single training step: use the settings of the last stage
     args.batch_size, args.gradient_accumulation_steps, args.effective_batch_size = (
         args.stage_configs[-1][name] for name in ("batch_size", "accumulation_steps", "effective_batch_size")
     )
@@ -304,7 +292,7 @@ def zeroed(layer: nn.Module) -> nn.Module:
 
 
 def sinusoid(values: Tensor, dim: int) -> Tensor:
-    """Return sinusoidal embeddings (B, dim) of 1000 * values (Vaswani et al. 2017). values: (B,) in 0..1."""
+    """Return sinusoidal embeddings (B, dim) of 1000 * values (Vaswani et al. 2017). values: (B,) in [0, 1]."""
     frequencies = torch.exp(torch.arange(dim // 2, device=values.device) * (-math.log(10000.0) / (dim // 2)))
     angles = 1000.0 * values.float()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], 1)
@@ -322,20 +310,14 @@ def fold(x: Tensor) -> Tensor:
 
 
 def unfold(x: Tensor) -> Tensor:
-    """Invert fold(): move 8 channels to the voxels of 2 x 2 x 2 cells.
-
-    x: (B, 8, X, Y, Z). Returns (B, 1, 2 X, 2 Y, 2 Z).
-    """
+    """Invert fold(): (B, 8, X, Y, Z) -> (B, 1, 2 X, 2 Y, 2 Z)."""
     b, _, *size = x.shape
     cells = x.reshape(b, 1, 2, 2, 2, *size).permute(0, 1, 5, 2, 6, 3, 7, 4)
     return cells.reshape(b, 1, *(2 * side for side in size))
 
 
 class XrayEncoder(nn.Module):
-    """Convolutional network that encodes X-rays (B, views, H, W) as features (B, views, dim, H/8, W/8).
-
-    All views share its layers; a learned embedding of the view is added to the features.
-    """
+    """Convolutional encoder of X-rays: (B, views, H, W) -> (B, views, dim, H/8, W/8)."""
 
     def __init__(self, views: int, dim: int):
         super().__init__()
@@ -351,10 +333,7 @@ class XrayEncoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block: self-attention, cross-attention to X-ray tokens and an MLP.
-
-    Each of the three parts is conditioned through AdaLN-Zero (Peebles & Xie 2023).
-    """
+    """Transformer block: self-attention, cross-attention to X-ray tokens, MLP; AdaLN-Zero (Peebles & Xie 2023)."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -395,12 +374,11 @@ class ConvBlock(nn.Module):
 
 
 class StageInput(NamedTuple):
-    """Inputs of a stage's network, computed from the X-rays and the volume of the previous stage.
+    """Inputs of a stage's network.
 
-    start (B, 1, X, Y, Z): the volume that this stage refines, by adding the residual that the network predicts. linear
-    (B, 1, X, Y, Z): prediction of the linear posterior, a ridge regression from X-rays to volumes. level (B,): standard
-    deviation of the noise that was added to the previous stage's volume; 0 in the first stage. rays: the X-rays as sums
-    of voxel values along rays.
+    start: (B, 1, X, Y, Z), the volume that this stage refines. linear: (B, 1, X, Y, Z), the volume predicted by ridge
+    regression (see Prior). level: (B,), standard deviation of the noise added to the previous stage's volume. rays: the
+    X-rays as sums of voxel values along rays.
     """
 
     start: Tensor
@@ -412,20 +390,15 @@ class StageInput(NamedTuple):
 class StageNet(nn.Module):
     """Network of one stage, which predicts the velocity v of a diffusion model (Salimans & Ho 2022).
 
-    The diffused quantity is the residual, the scaled difference between the true volume and the stage's start volume.
-    The inputs are the noisy residual, the diffusion time, the X-rays and a StageInput.
-
-    The voxels of each 2 x 2 x 2 cell become channels, because layers at full resolution would take most of the memory
-    and time. A convolutional U-Net surrounds the transformer, because the transformer's tokens are too coarse to
-    represent noise that differs from voxel to voxel.
+    A convolutional U-Net surrounds the transformer, because the tokens are too coarse to represent noise in single
+    voxels.
     """
 
     def __init__(self, stage: Stage, args: Namespace):
         super().__init__()
         self.size, dim = tuple(stage.volume_size), stage.voxel_dim
         self.checkpointing = args.gradient_checkpointing
-        # channels at each resolution of the U-Net; in the default stages they are multiples of 8, as tensor cores
-        # require
+        # channels at each resolution of the U-Net; in the default stages, multiples of 8 for tensor cores
         widths = [min(dim, max(16, dim // 16) * 2**k) for k in range(stage.halvings)]
         pairs = list(pairwise(widths))
         self.grid = tuple(side // 2**stage.halvings for side in self.size)
@@ -455,9 +428,9 @@ class StageNet(nn.Module):
         return module(*inputs)
 
     def forward(self, noisy: Tensor, time: Tensor, xrays: Tensor, given: StageInput) -> Tensor:
-        """Predict the velocity v (B, 1, X, Y, Z) in fp32 from the noisy residual `noisy` (B, 1, X, Y, Z).
+        """Predict the velocity v (B, 1, X, Y, Z) in fp32.
 
-        time: diffusion time (B,) in 0..1. xrays: (B, views, H, W). given: the network's other inputs.
+        noisy: (B, 1, X, Y, Z), the noisy residual. time: (B,), diffusion time in [0, 1]. xrays: (B, views, H, W).
         """
         views = range(xrays.shape[1])
         features = self.checkpointed(self.encoder, xrays)
@@ -492,8 +465,7 @@ class StageNet(nn.Module):
 
 # fraction of training samples at the last timestep, where the network learns to predict the volume in one step
 LAST_SHARE = 0.5
-# standard deviation of the noise that hides errors of the previous stage's volume: maximum during training, value
-# during sampling
+# standard deviation of the noise added to the previous stage's volume: maximum during training, value during sampling
 PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
 # number of noise levels at which each validation patient is evaluated
 LOSS_DRAWS = 4
@@ -501,18 +473,15 @@ CT_MEAN, CT_STD = -0.75, 0.25
 
 
 def hashed_normal(shape: tuple, seeds: Tensor, stream: int | Tensor) -> Tensor:
-    """Return Gaussian noise (B, *shape[1:]) that is the same on any device, up to rounding errors.
+    """Return Gaussian noise (B, *shape[1:]) that is the same on every device, up to rounding errors.
 
-    Each value is a function of the sample's seed, the stream number and the value's position. seeds: (B,), integers.
-    stream: number that distinguishes noise for different purposes, an int or (B,).
+    seeds: (B,), integers. stream: int or (B,); different streams give independent noise.
 
-    A counter is hashed by splitmix64 (Steele et al. 2014) and converted by the Box-Muller transform; only the transform
-    has rounding errors. torch's generator is not used, because on CUDA its output depends on how many multiprocessors
-    the GPU has.
+    Uses splitmix64 (Steele et al. 2014) and the Box-Muller transform, because the output of torch's CUDA generator
+    depends on the GPU model.
     """
     count = math.prod(shape[1:])
-    # the hash relies on int64 overflow, which wraps around; the masks in _mix() turn arithmetic right shifts into
-    # logical ones
+    # the hash relies on int64 overflow; the masks in _mix() make right shifts logical
     start = _mix(_mix(seeds) + stream)
     k = _mix(torch.arange((count + 1) // 2, device=seeds.device) * -7046029254386353131 + start[:, None])
     radius = (-2 * (((k & 0xFFFFFF).float() + 1) / 16777217).log()).sqrt()
@@ -531,27 +500,22 @@ class Cascade(nn.Module):
 
     net: the network being trained. averaged: the EMA copy of each stage's network.
 
-    Each stage refines a start volume by generating the residual (true volume - start volume) / std; std is the root
-    mean square error of the stage's start volumes. The first stage starts from the linear posterior, a ridge regression
-    from X-rays to volumes. Each later stage starts from the previous stage's volume, resampled to the later stage's
-    voxel grid. By default, start volumes are corrected to agree with the X-rays.
+    Each stage generates the residual (true volume - start volume) / std. The first stage starts from a ridge regression
+    (Prior), each later stage from the previous stage's volume.
 
-    With v-prediction, the network gets zeros at the last timestep instead of an input that is almost pure noise. At
-    this timestep the network learns to predict the mean of all volumes that are consistent with the X-rays, which has
-    the lowest expected squared error.
+    With v-prediction, the input at the last timestep is zeros, so the network learns to predict the mean of all volumes
+    that are consistent with the X-rays.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
         super().__init__()
         self.args, self.device, self.precision = args, device, precision
         self.stages = [Stage(**stage) for stage in args.stage_configs]
-        # stds: root mean square error of each stage's start volumes
         self.greys, self.variance, self.stds = prior.greys, prior.variance, stds
         self.priors = [prior.to(device, stage.volume_size) for stage in self.stages]
         self.net: StageNet | None = None
         self.averaged = nn.ModuleList()
-        # cosine noise schedule (Nichol & Dhariwal 2021, s = .008) as Python lists for sampling, where all patients of a
-        # batch are at the same timestep, and as tensors for training, where their timesteps differ
+        # cosine noise schedule (Nichol & Dhariwal 2021, s = 0.008) as Python lists and as tensors
         angles = [(t / args.num_timesteps + 0.008) / 1.008 * math.pi / 2 for t in range(args.num_timesteps)]
         self.host_signal = [math.cos(angle) / math.cos(angles[0]) for angle in angles]
         self.host_noise = [math.sqrt(1 - signal**2) for signal in self.host_signal]
@@ -561,9 +525,9 @@ class Cascade(nn.Module):
         self.last = args.num_timesteps - 1
 
     def add_stage(self) -> None:
-        """Add the next stage's network, initialized with the same random weights on every rank.
+        """Add the next stage's network, with the same initial weights on every rank.
 
-        The X-ray encoder of a later stage is initialized with the EMA weights of the previous stage's encoder.
+        The X-ray encoder starts from the EMA weights of the previous stage's encoder.
         """
         k = len(self.averaged)
         torch.manual_seed((self.args.seed * 1000003 + k) % 2**63)
@@ -574,7 +538,7 @@ class Cascade(nn.Module):
 
     @torch.no_grad()
     def average(self, steps: int) -> None:
-        """Update the EMA weights of the stage being trained. steps: number of optimizer steps in this stage so far."""
+        """Update the EMA weights. steps: number of optimizer steps in this stage so far."""
         decay = min(self.args.ema_decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_(list(self.averaged[-1].parameters()), list(self.net.parameters()), 1 - decay)
 
@@ -588,11 +552,11 @@ class Cascade(nn.Module):
     def stage_input(
         self, k: int, batch: dict, level: Tensor, stream: int | Tensor, previous: Tensor | None = None
     ) -> StageInput:
-        """Compute the StageInput of stage k: the start volume, which the stage refines, and related network inputs.
+        """Compute the StageInput of stage k.
 
-        level (B,): standard deviation of the noise to add to the previous stage's volume. stream: number of the random
-        stream for this noise, an int or (B,). previous: the previous stage's volume (B, 1, X, Y, Z). If it is None, the
-        previous stages run with one denoising step each.
+        level: (B,), standard deviation of the noise to add to the previous stage's volume. stream: random stream of
+        this noise, an int or (B,). previous: (B, 1, X, Y, Z), the previous stage's volume; if None, the previous stages
+        run with one denoising step each.
         """
         size = self.stages[k].volume_size
         if k and previous is None:
@@ -613,10 +577,9 @@ class Cascade(nn.Module):
         return [table[timestep][:, None, None, None, None] for table in (self.signal, self.noise)]
 
     def denoise(self, k: int, net: nn.Module, noisy: Tensor, timestep: Tensor, batch: dict, given: StageInput) -> tuple:
-        """Denoise a residual: return the velocity v and the clean volume, both (B, 1, X, Y, Z) in fp32.
+        """Denoise a residual; return the velocity v and the clean volume, both (B, 1, X, Y, Z) in fp32.
 
-        noisy: the noisy residual (B, 1, X, Y, Z). timestep: (B,). net: stage k's network. given: the network's other
-        inputs, from stage_input().
+        noisy: (B, 1, X, Y, Z), the noisy residual. timestep: (B,).
         """
         if self.args.v_parameterization:
             noisy = noisy * (timestep != self.last)[:, None, None, None, None]
@@ -631,9 +594,8 @@ class Cascade(nn.Module):
     ) -> list[Tensor]:
         """Sample volumes by DDIM (Song et al. 2021); return a list with one tensor (B, 1, X, Y, Z) per stage.
 
-        stages: number of stages to run, starting with the first; None runs all. number: index of the sample, an int or
-        (B,); the noise depends only on this index, the stage and the patient's seed. one_step: use a single denoising
-        step per stage.
+        stages: number of stages to run; None runs all. number: index of the sample, an int or (B,). one_step: run one
+        denoising step per stage. The noise depends only on `number`, the stage and the patient's seed.
         """
         volumes: list[Tensor] = []
         every = self.args.num_timesteps // self.args.ddim_steps
@@ -650,8 +612,7 @@ class Cascade(nn.Module):
                 _, clean = self.denoise(k, net, noisy, torch.full_like(batch["seed"], t), batch, given)
                 clean = clean.clamp(-1, 1)
                 if self.args.xray_agreement:
-                    # correct the clean volume less as the noise decreases and the volume gets more reliable, but
-                    # correct the final volume fully
+                    # correct the clean volume less as the noise decreases, but correct the final volume fully
                     variance = (1 if final else self.host_noise[t]) * self.stds[k] ** 2
                     clean = make_consistent(clean, given.rays, variance, corrections=4 if final else 2)
                 if not final:
@@ -666,10 +627,9 @@ class Cascade(nn.Module):
 
 
 def projection_error(volume: Tensor, batch: dict, greys: list[Grey]) -> Tensor:
-    """Return the mean squared difference (B, views) in grey value between a volume's projections and the X-rays.
+    """Return the mean squared error (B, views) between a volume's projections and the X-rays, in grey values.
 
-    volume: (B, 1, X, Y, Z) in -1..1. The X-rays are resized to the volume's resolution, with grey values in -1..1.
-    greys: relation of grey values to line integrals in each view.
+    volume: (B, 1, X, Y, Z) in [-1, 1].
     """
     errors = []
     for view, grey in enumerate(greys):
@@ -683,16 +643,11 @@ def volume_of(batch: dict) -> Tensor:
 
 
 def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor | None = None) -> tuple:
-    """Return the diffusion loss and the physics loss of each patient for the stage being trained, both (B,) fp32.
+    """Return each patient's diffusion loss and physics loss for the stage being trained, both (B,) in fp32.
 
-    The diffusion loss is the mean squared error of the predicted velocity v, or of the noise with
-    --no-v_parameterization. The physics loss is the projection error of the clean volume that the prediction implies.
-    It is weighted by alpha_bar(t), the squared signal scale at timestep t, because at high noise levels the clean
-    volume is only a guess.
-
-    draw (B,): None during training, where timesteps are random. During validation, index of the noise level to
-    evaluate, from 0 to LOSS_DRAWS - 1; the timestep for an index differs between patients, so that all patients
-    together cover the timesteps evenly.
+    The physics loss is the projection error of the predicted volume. It is weighted by alpha_bar(t), because the
+    prediction is only a guess at high noise levels. draw: (B,), index of the noise level during validation; None during
+    training, where timesteps are random.
     """
     args, k, last = cascade.args, cascade.current, cascade.last
     if draw is None:
@@ -714,12 +669,11 @@ def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor |
     residual = (volume_of(batch) - given.start) / cascade.stds[k]
     v, clean = cascade.denoise(k, net, signal * residual + sigma * noise, timestep, batch, given)
     if args.v_parameterization:
-        # the network gets zeros at the last timestep and cannot predict the noise there, so remove the noise from its
-        # target
+        # at the last timestep the network's input is zeros, so its target must not contain noise
         noise = noise * (timestep != last)[:, None, None, None, None]
     square = (v - (signal * noise - sigma * residual)).square().mean((1, 2, 3, 4))
     alpha_bar = signal.flatten().square()
-    # with noise prediction, convert the squared error of v to the squared error of the noise
+    # for noise prediction, convert the squared error of v to the squared error of the noise
     diffusion = square if args.v_parameterization else alpha_bar * square
     return diffusion, alpha_bar * projection_error(clean, batch, cascade.greys).mean(1)
 
@@ -730,20 +684,16 @@ TISSUES = {"lung": (-950, -500), "soft": (-200, 200), "bone": (200, 3000)}
 
 
 def eval_batches(run: Run, dataset: XrayCtDataset | Subset, cascade: Cascade) -> Iterator[dict]:
-    """Yield this rank's batches of a data set for evaluation, moved to the rank's device.
-
-    Call on all ranks: the patients are split among them. The batch size suits the current stage's voxel grid.
-    """
+    """Yield this rank's batches for evaluation. Call on all ranks."""
     args, size = cascade.args, cascade.stages[cascade.current].eval_batch
     workers = 0 if args.cache_in_memory else args.num_workers
     return run.batches(du.create_distributed_dataloader(dataset, size, train=False, num_workers=workers))
 
 
 def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
-    """Repeat a batch: yield the copies, concatenated in pairs, together with the copy numbers.
+    """Yield `times` copies of a batch, two copies at a time, with the copy number (0 to times - 1) of each row.
 
-    times: number of copies. The copy numbers (0 to times - 1) are a tensor with one entry for each patient in the
-    concatenated copies. On a CPU, pairs are faster than single copies. Values that are not tensors are dropped.
+    Values that are not tensors are dropped. On a CPU, two copies at a time are faster than one.
     """
     size = len(batch["seed"])
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -760,10 +710,9 @@ def draw_samples(cascade: Cascade, batch: dict) -> Tensor:
 
 @torch.no_grad()
 def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> dict[str, float]:
-    """Return the validation losses val/loss, val/diffusion_loss and val/physics_loss of the stage being trained.
+    """All ranks: return the validation losses of the stage being trained, with EMA weights.
 
-    The losses are those of the EMA weights. Call on all ranks: the patients are split among them. All evaluations use
-    the same noise. Raises RunError if the loss is not finite.
+    Raises RunError if the loss is not finite.
     """
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
     for batch in eval_batches(run, dataset, cascade):
@@ -780,10 +729,9 @@ def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> dict[str, fl
 
 @torch.no_grad()
 def start_error(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """Return the root mean square error of the current stage's start volumes in volume units (-1..1), at least 0.005.
+    """All ranks: measure the root mean square error of the current stage's start volumes on up to 64 training patients.
 
-    The start volume is the one that the stage refines. The error is measured on at most 64 training patients. Call on
-    all ranks: the patients are split among them.
+    Returns at least 0.005, in volume units (-1..1).
     """
     few = Subset(dataset, range(min(64, len(dataset))))
     total = torch.zeros(1, dtype=torch.float64)
@@ -815,9 +763,8 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
 def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     """Return the absolute z-score of each voxel and a mask of the voxels in the body, both (B, 1, X, Y, Z).
 
-    samples: (K, B, 1, X, Y, Z), K sampled volumes per patient. true: (B, 1, X, Y, Z). The z-score is the error of the
-    mean of the K volumes, divided by sqrt(1 + 1/K) times their standard deviation. The factor sqrt(1 + 1/K) accounts
-    for the uncertainty of the mean.
+    samples: (K, B, 1, X, Y, Z), K volumes per patient. true: (B, 1, X, Y, Z). The standard deviation is multiplied by
+    sqrt(1 + 1/K) to account for the uncertainty of the sample mean.
     """
     deviation = math.sqrt(1 + 1 / len(samples)) * samples.std(0)
     return (samples.mean(0) - true).abs() / deviation.clamp(min=1e-6), true > normalise(torch.tensor(-900.0))
@@ -825,12 +772,12 @@ def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """Return the half width, in standard deviations, of an interval that contains 90 % of the true values in the body.
+    """All ranks: return the half width, in standard deviations, of the interval that contains 90 % of the true body
+    voxels.
 
-    The interval is centred on the mean of the sampled volumes; the standard deviations are those of z_scores(). The
-    half width is determined on the validation patients. Call on all ranks: the patients are split among them.
+    The interval is centred on the sample mean.
     """
-    # histogram of z-scores with bins of 0.01, because sums of integer counts over the ranks are exact
+    # histogram of z-scores in bins of 0.01, because integer counts are summed exactly across ranks
     counts = torch.zeros(10_000, dtype=torch.int64)
     for batch in eval_batches(run, dataset, cascade):
         z, body = z_scores(draw_samples(cascade, batch), volume_of(batch))
@@ -842,12 +789,10 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float
 
 @torch.no_grad()
 def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -> tuple[dict, Tensor | None]:
-    """Reconstruct the CTs of a batch by the cascade and by baselines that need no trained network.
+    """Reconstruct the CTs of a batch with the cascade and with baselines that need no trained network.
 
-    prior_rays (N, P): mean voxel values along the rays of N training patients, used to find the patient with the most
-    similar X-rays. Returns {row label of the test table: volumes (B, 1, X, Y, Z)} and a tensor of K sampled volumes per
-    patient (K, B, 1, X, Y, Z), which is None with --regression. Raises InputError if a training patient's CT cannot be
-    read.
+    prior_rays: (N, P), mean voxel values along the rays of N training patients. Returns ({row label of the test table:
+    volumes (B, 1, X, Y, Z)}, samples (K, B, 1, X, Y, Z) or, with --regression, None).
     """
     args, prior, samples = cascade.args, cascade.priors[cascade.current], None
     size = cascade.stages[cascade.current].volume_size
@@ -882,10 +827,7 @@ def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -
 
 @torch.no_grad()
 def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
-    """Evaluate the test patients, print the table of scores, draw the figure, and return {metric name: value}.
-
-    Call on all ranks: the patients are split among them. Raises InputError if a patient's files cannot be used.
-    """
+    """All ranks: evaluate the test patients, print the table, draw the figure; return {metric: value}."""
     args, size = cascade.args, cascade.stages[cascade.current].volume_size
     metrics, results, example, error = {}, {}, None, None
     if args.num_samples > 1:
@@ -897,8 +839,7 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
         try:
             rows, samples = reconstruct(cascade, batch, data, prior_rays)
         except InputError as reason:
-            # raise the error after the loop: if this rank left the loop early, the other ranks would wait for it at the
-            # end of the loop
+            # raise the error after the loop: if this rank left the loop early, the other ranks would wait for it
             error = error or reason
             continue
         found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
@@ -929,10 +870,9 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
 
 @torch.no_grad()
 def predict(cascade: Cascade, run: Run, extent: list[float]) -> None:
-    """Reconstruct the CTs of the patients in the --predict folder and write them as NIfTI, in HU.
+    """All ranks: reconstruct the CTs of the patients in the --predict folder; write NIfTI files in HU to predictions/.
 
-    The files go to predictions/ in the run folder. Call on all ranks: the patients are split among them. extent: field
-    of view (3,) of the CTs in mm, the mean over the training patients, because X-rays do not show the field of view.
+    extent: (3,), mean field of view of the training CTs in mm, because X-rays do not show the field of view.
     """
     args, out = cascade.args, run.folder / "predictions"
     checkpoint.make_folder(out)
@@ -968,7 +908,7 @@ def make_optimizer(cascade: Cascade, args: Namespace) -> torch.optim.Optimizer:
 def build_model(args: Namespace, precision: str, device: torch.device) -> Cascade:
     grid = [min(PRIOR_SIDE, side) for side in args.stage_configs[-1]["volume_size"]]
     rays = sum((grid[0], grid[1])[: args.num_views]) * grid[2]
-    # shapes of the linear posterior's tensors: mean, basis, centre and gain
+    # shapes of the Prior tensors mean, basis, centre and gain
     shapes = (1, 1, *grid), (PRIOR_RANK, *grid), (rays,), (PRIOR_RANK, rays)
     greys = [Grey(0.2, -1.0, 0.02)] * args.num_views
     prior = Prior(grid, greys, 1.0, 0.01, 0.01, *map(torch.ones, shapes))
@@ -991,8 +931,7 @@ def trial_step(cascade: Cascade, batch: dict, args: Namespace) -> None:
     sum(losses).mean().backward()
 
 
-# initial state of the --lr_schedule plateau scheduler: factor applied to the learning rate, lowest val/loss so far, and
-# number of consecutive evaluations without a lower val/loss
+# initial state of --lr_schedule plateau; waiting: number of consecutive evaluations without a lower val/loss
 PLATEAU = {"factor": 1.0, "best": math.inf, "waiting": 0}
 
 
@@ -1006,10 +945,7 @@ def update_plateau(plateau: dict, loss: float) -> None:
 
 
 def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPlan, DataLoader]:
-    """Add the next stage to the cascade; return its training engine (model and optimizer), batch plan and data loader.
-
-    Call on all ranks.
-    """
+    """All ranks: add the next stage to the cascade; return its training engine, batch plan and data loader."""
     cascade.add_stage()
     args, stage = cascade.args, cascade.stages[cascade.current]
     dataset = XrayCtDataset(data, "train", stage.volume_size)
@@ -1024,7 +960,7 @@ def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPl
     loader = du.create_distributed_dataloader(
         dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
-    # pass an empty `frozen`: checkpoints would otherwise omit the EMA weights, as they require no gradients
+    # with an empty `frozen`, checkpoints include the EMA weights, which require no gradients
     options = {"saved": run.checkpoint, "frozen": set()}
     optimizer = make_optimizer(cascade, args)
     engine = make_engine(cascade, optimizer, cascade.precision, args, cascade.device, **options)
@@ -1032,10 +968,9 @@ def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPl
 
 
 def train(run: Run, args: Namespace, precision: str, described: str) -> int:
-    """Train the stages one after another, then test. Return the exit code for a stop signal, or 0 after a complete run.
+    """Train all stages in order, then test. Return 0, or the exit code for a stop signal.
 
-    Steps and epochs are numbered consecutively across stages, so that the epoch determines the stage. The best
-    validation score is tracked separately for each stage.
+    Steps and epochs are numbered consecutively across stages.
     """
     saved = run.checkpoint or {"stage": 0, "plateau": PLATEAU}
     first, last_epochs = saved["stage"], [*accumulate(stage["num_epochs"] for stage in args.stage_configs)]
@@ -1045,7 +980,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     if args.rival_run:
         with du.agree_on_errors():
             report.read_rival(Path(args.rival_run), data.digest, [])
-    # fit the linear posterior again when a run resumes, because checkpoints do not store data of individual patients
+    # checkpoints do not contain data of individual patients, so a resumed run fits the linear posterior again
     prior = data.learn_prior()
     cascade = Cascade(args, run.ranks.device, precision, prior, saved.get("stds", [math.sqrt(prior.error)]))
     stages, plateau = cascade.stages, dict(saved["plateau"])
@@ -1100,8 +1035,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
                 if training.stopped:
                     return training.save_and_stop()
                 metrics = evaluate(cascade, val, run)
-                # ignore an evaluation that takes place only because --max_steps ends the run: an uninterrupted run
-                # would not have it
+                # skip an evaluation caused only by --max_steps, because a longer run would not have it
                 if training.epoch_over or training.evaluation_due:
                     update_plateau(plateau, metrics["val/loss"])
                 training.record(metrics, headline="val/loss", lower=True)
@@ -1110,21 +1044,21 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
             if training.is_over():
                 break
         results = test(cascade, data, run)
-        # drop the network being trained, so that only the EMA weights are exported
+        # export only the EMA weights
         cascade.net = None
         training.finish(results)
     return 0
 
 
 def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[dict]:
-    """Return the settings of all stages, as dicts: from the flags for a new run, or else from the checkpoint.
+    """Return the settings of all stages: from the flags for a new run, otherwise from the checkpoint `saved`.
 
-    saved: the checkpoint, or None for a new run. In a resumed run, --num_epochs and --physics_weight still apply to
-    stages that are not finished. Raises InputError if --effective_batch_size contradicts the checkpoint.
+    In a resumed run, --num_epochs and --physics_weight still apply to unfinished stages. Raises InputError if
+    --effective_batch_size contradicts the checkpoint.
     """
     stages = []
     if saved is None:
-        # fix the global batch size for the whole run, even if the run resumes on a different number of GPUs
+        # fix the global batch size, because the run may resume on a different number of GPUs
         for stage in args.stage_configs:
             size = stage["batch_size"] * stage["accumulation_steps"] * world_size
             stages.append(stage | {"effective_batch_size": stage["effective_batch_size"] or size})
@@ -1149,8 +1083,7 @@ def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[
 def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
     saved = run.checkpoint
     if args.predict:
-        # for each --flip_drrs_* flag that is not set, use the setting of the training run, assuming that X-rays are
-        # stored the same way
+        # without a --flip_drrs_* flag, assume that X-rays are stored as in the training data
         flips = {name: value for name, value in zip(FLIPS, saved["flips"], strict=True) if getattr(args, name) is None}
         args = with_flags(args, **flips)
     cascade = Cascade(args, run.ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])

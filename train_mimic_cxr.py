@@ -8,11 +8,9 @@
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --save_predictions
     python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
-Guide 1 is the published training guide at https://github.com/JONAHKYAGABA/SVA-MASTERS-WORK. The model in guide 1 also
-reads a scene graph of the X-ray's report. This model does not: the correct answers come from the same report, so the
-scene graph would reveal them.
-
-`make demo TASK=mimic_cxr` trains on synthetic X-rays. To train on your own X-rays, see tasks/mimic_cxr/README.md.
+Guide 1 is the published training guide at https://github.com/JONAHKYAGABA/SVA-MASTERS-WORK. Its model also reads a
+scene graph of the X-ray's report, which would reveal the correct answers. To train on your own X-rays, see
+tasks/mimic_cxr/README.md.
 """
 
 import os
@@ -36,7 +34,7 @@ FORMAT = "mimic_cxr/3"
 # flags that define the model; a resumed run uses their values from the checkpoint
 MODEL_FLAGS = ("image_size",)
 MAX_TOKENS = 128
-# default encoders, as in the published training guide (guide 1)
+# default encoders of the published training guide (guide 1)
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
 FUSION_LAYERS = 2
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
@@ -106,8 +104,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--question", help="with --predict: the question to ask about each image")
     advanced("--head", choices=HEAD_WEIGHT, help="with --predict: answer head; default: by the wording")
 
-    # hidden flags for YAML keys of the published training guide (guide 1); --dataloader_num_workers is the number of
-    # DataLoader workers per node, --num_workers the number per process
+    # hidden flags for YAML keys of guide 1; --dataloader_num_workers counts workers per node, not per process
     parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)
     parser.add_argument("--dataloader_num_workers", type=whole(0), help=SUPPRESS)
     for flag in ("--fp16", "--pin_memory", "--enabled"):
@@ -168,7 +165,7 @@ def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
 
 
 class FusionLayer(nn.Module):
-    """Pre-norm transformer layer: cross-attention from the question's tokens to the image's tokens, then an MLP."""
+    """Pre-norm transformer layer: cross-attention from question tokens to image tokens, followed by an MLP."""
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
@@ -184,10 +181,9 @@ class FusionLayer(nn.Module):
 
 
 class ChestModel(nn.Module):
-    """Visual question answering model: an image encoder, a text encoder, fusion layers and classification heads.
+    """Visual question answering model with one classification head per answer type.
 
-    Each answer type (binary, category, region, severity) has its own head. A further head predicts the CheXpert labels
-    from the image alone.
+    A separate head predicts the CheXpert labels from the image alone.
     """
 
     def __init__(
@@ -196,7 +192,7 @@ class ChestModel(nn.Module):
         super().__init__()
         self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
         self.side = args.image_size or 224
-        # native_side: the image size at which the image encoder's position embeddings need no interpolation
+        # image size at which the image encoder's position embeddings need no interpolation
         interpolates = "interpolate_pos_encoding" in inspect.signature(image.forward).parameters
         self.native_side = image.config.image_size if interpolates else self.side
         dim, config = text.config.hidden_size, image.config
@@ -208,7 +204,7 @@ class ChestModel(nn.Module):
         self.heads = nn.ModuleDict(heads)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
         self.findings = nn.Sequential(nn.Linear(2 * len(CHEXPERT), dim), nn.LayerNorm(dim))
-        # the image mean and SD are plain attributes, because DeepSpeed would round registered buffers to half precision
+        # plain attributes, because DeepSpeed would round registered buffers to half precision
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
     @property
@@ -221,7 +217,7 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """Encode images (I, 1, S, S) with values 0 to 255 as features (I, P, width) of tokens or feature-map cells."""
+        """Encode images (I, 1, S, S) in [0, 255] as features (I, P, width), one per token or feature-map cell."""
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
@@ -230,17 +226,14 @@ class ChestModel(nn.Module):
         features = encoder(pixel_values=pixels, **options).last_hidden_state
         if features.dim() == 4:
             features = features.flatten(2).transpose(1, 2)
-            # Hugging Face's ConvNeXt applies its final layer norm only to the pooled output, not to the feature map
+            # Hugging Face's ConvNeXt applies its final layer norm only to the pooled output
             norm = getattr(encoder, "layernorm", None)
             return features if norm is None else norm(features)
-        # the first token of DINOv3's ConvNeXt is the pooled output, not a cell of the feature map
+        # the first token of DINOv3's ConvNeXt is the pooled output
         return features[:, 1:] if "convnext" in encoder.config.model_type else features
 
     def image_tokens(self, image: Tensor) -> Tensor:
-        """Embed images (I, 1, S, S) with values 0 to 255 as tokens (I, P, dim); dim is the text encoder's width.
-
-        If the image encoder is convolutional, the tokens include sine and cosine position embeddings.
-        """
+        """Embed images (I, 1, S, S) in [0, 255] as tokens (I, P, dim)."""
         tokens = self.project(self.image_features(image))
         if hasattr(self.image.config, "depths") and not hasattr(self.image.config, "window_size"):
             positions = grid_positions(math.isqrt(tokens.shape[1]), tokens.shape[2], tokens.device)
@@ -248,7 +241,7 @@ class ChestModel(nn.Module):
         return tokens
 
     def finding_tokens(self, labels: Tensor) -> Tensor:
-        """Embed CheXpert logits (I, 14) as tokens (I, 14, dim), so that answers can depend on the predicted labels.
+        """Embed CheXpert logits (I, 14) as tokens (I, 14, dim).
 
         The logits are detached, so that the answer loss does not train the CheXpert head.
         """
@@ -258,8 +251,8 @@ class ChestModel(nn.Module):
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
         """Return fp32 logits: one (B, classes) tensor per answer head, then one (B, 14) tensor for the CheXpert labels.
 
-        image (I, 1, S, S): values 0 to 255. ids, mask (B, T): token ids and attention mask of the questions. image_of
-        (B,): index of each question's image.
+        image: (I, 1, S, S) in [0, 255]. ids, mask: (B, T) token ids and attention mask. image_of: (B,) index of each
+        question's image.
         """
         with autocast(image.device, self.precision):
             tokens = self.image_tokens(image)
@@ -267,8 +260,7 @@ class ChestModel(nn.Module):
             tokens = torch.cat([tokens, self.finding_tokens(labels)], 1).index_select(0, image_of)
             labels = labels.index_select(0, image_of)
             if self.text.config.model_type in ("bert", "roberta"):
-                # in every forward pass, transformers checks a 2D mask for padding, so the host waits for the GPU; a 4D
-                # mask avoids this check
+                # transformers checks a 2D mask for padding on every forward pass, which makes the host wait for the GPU
                 mask = mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
             for layer in self.fusion:
@@ -279,11 +271,7 @@ class ChestModel(nn.Module):
 
 
 def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
-    """Return sine and cosine position embeddings (side * side, dim) for a feature map of side x side cells.
-
-    Used for convolutional encoders, which have no position embeddings of their own. The embeddings use up to six
-    frequencies, an octave apart.
-    """
+    """Return sine and cosine position embeddings (side * side, dim) for the feature map of a convolutional encoder."""
     ruler = torch.linspace(-1, 1, side, device=device)
     points = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
     octaves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device).clamp(max=6)
@@ -292,17 +280,16 @@ def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
 
 
 def load_encoder(path: str, flag: str, **options) -> nn.Module:
-    """Load the pretrained Hugging Face encoder at `path` (a folder or a hub name) in fp32.
+    """Load a pretrained Hugging Face encoder in fp32; `path` is a folder or a hub name.
 
-    flag: the flag that set `path`, --image_encoder or --text_encoder. options: changes to the encoder's config; keys
-    that the config lacks are ignored. Raises InputError if loading fails or if the encoder does not suit the flag (a
-    text encoder for --image_encoder, or vice versa).
+    flag: "--image_encoder" or "--text_encoder". options: changes to the encoder's config; unknown keys are ignored.
+    Raises InputError if loading fails or `path` is not an encoder of this kind.
     """
     from transformers import AutoConfig, AutoModel, utils
 
     utils.logging.set_verbosity_error()
     utils.logging.disable_progress_bar()
-    # use the whole image: by default, Hugging Face's masked autoencoders hide most of it from the encoder
+    # by default, masked autoencoders drop most of the image patches
     options["mask_ratio"] = 0.0
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -329,10 +316,9 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> ChestModel:
-    """Build the model from pretrained encoders and apply --freeze_image, --freeze_text and --gradient_checkpointing.
+    """Build the model from pretrained encoders.
 
-    Parameters that no output depends on are frozen too. Raises InputError if an encoder or the tokenizer cannot be
-    loaded or is incompatible with the other parts, the image size or --deterministic.
+    Raises InputError if an encoder or its tokenizer cannot be loaded or does not support the other settings.
     """
     from transformers import AutoTokenizer
     from transformers.image_processing_base import ImageProcessingMixin
@@ -377,10 +363,9 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
 
 
 def freeze_unused(model: ChestModel, path: str) -> None:
-    """Freeze parameters that no output depends on, such as BERT's pooler: DDP fails without gradients for them.
+    """Freeze parameters that no output depends on, such as BERT's pooler, because DDP fails if they get no gradients.
 
-    A backward pass on a synthetic batch finds these parameters. path: folder or hub name of the image encoder, for the
-    error message. Raises InputError if the image encoder does not accept images of the model's image size.
+    Raises InputError if the image encoder does not accept images of the model's image size.
     """
     precision, model.precision = model.precision, "no"
     try:
@@ -402,13 +387,11 @@ def freeze_unused(model: ChestModel, path: str) -> None:
 
 
 class Questions(Dataset):
-    """Dataset of all questions in a split (limit 0), or of `limit` questions evenly spaced over the split.
+    """Dataset of the questions in a split, or of `limit` evenly spaced questions if `limit` is not 0.
 
-    Items are just question indices; the collate function batch() loads the data of a whole batch. The data stay in
-    memory-mapped files, so even 31 million questions need almost no memory per process.
-
-    replacement (studies,): for each study, the index of the study whose image is shown instead; -1: a black image.
-    rows: indices of the questions in the columns of `data`; default: all questions of the split.
+    Items are question indices; batch() loads their data. replacement: (studies,) index of the study whose image is
+    shown instead of each study's own image; -1 shows a black image. rows: question indices, instead of all questions in
+    the split.
     """
 
     def __init__(
@@ -442,12 +425,12 @@ class Questions(Dataset):
         return {name: self.column(name) for name in report.COLUMNS}
 
     def batch(self, tokenizer, indices: list[int]) -> dict:
-        """Collate B questions about I images into a dict of tensors that contains each image only once.
+        """Collate B questions about I distinct images into a dict of tensors.
 
-        index (B,): the questions' indices in this dataset. image (I, 1, S, S): uint8 pixels. image_of (B,): index of
-        each question's image. ids, mask (B, T): token ids and attention mask. head, target (B,): indices of the answer
-        head and of the correct class. label, known (B, 14): CheXpert labels, and whether each label enters the loss.
-        augmentation (I, 6), only when training with --augmentation: random image changes in the order of STRENGTH.
+        index: (B,) indices in this dataset. image: (I, 1, S, S) uint8. image_of: (B,) index of each question's image.
+        ids, mask: (B, T). head, target: (B,) indices of the answer head and the correct class. label, known: (B, 14)
+        CheXpert labels, and whether each label enters the loss. augmentation: (I, 6) random changes in the order of
+        STRENGTH, only if augmentation is on.
         """
         data, rows = self.data, np.array([self.rows[index] for index in indices])
         study = data.study[rows]
@@ -483,10 +466,10 @@ def tokenize(tokenizer, texts: list[str]) -> dict[str, Tensor]:
 
 
 def augment(image: Tensor, augmentation: Tensor) -> Tensor:
-    """Shift, rotate and zoom images (I, 1, S, S) and change their brightness and gamma; return floats from 0 to 255.
+    """Shift, rotate and zoom images (I, 1, S, S) in [0, 255], and change their brightness and gamma.
 
-    image: values 0 to 255. augmentation (I, 6): the changes of each image, in the order and units of STRENGTH. Images
-    are never mirrored, because questions mention left and right.
+    augmentation: (I, 6) changes, in the order and units of STRENGTH. Images are never mirrored, because questions
+    mention left and right.
     """
     x, y, angle, zoom, gain, gamma = augmentation.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
@@ -502,8 +485,7 @@ def augment(image: Tensor, augmentation: Tensor) -> Tensor:
 def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy (B,) of the answers and the binary cross-entropy (B, 14) of the CheXpert labels.
 
-    The binary cross-entropy is 0 for unknown labels. answers: logits (B, classes) from each answer head. chexpert:
-    logits (B, 14).
+    answers: one logits tensor (B, classes) per answer head. chexpert: logits (B, 14). Unknown labels have a loss of 0.
     """
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for head, logits in enumerate(answers):
@@ -514,18 +496,16 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
 
 
 def count_targets(batches: list[dict]) -> list[float]:
-    """Count the questions in `batches` for each answer head and, last, the known CheXpert labels."""
+    """Return the number of questions for each answer head, followed by the number of known CheXpert labels."""
     heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
     known = sum(int(batch["known"].sum()) for batch in batches)
     return [*(heads.tolist() if batches else [0] * len(HEADS)), known]
 
 
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
-    """Return what a micro-batch contributes to the global batch's total loss, answer loss and CheXpert loss.
+    """Return the terms that a micro-batch adds to the total loss, answer loss and CheXpert loss of the global batch.
 
-    The contributions of all micro-batches on all ranks sum to these losses. The answer loss is a weighted sum over the
-    answer heads; each head's cross-entropy is averaged over the global batch's questions for that head. counts: the
-    result of count_targets(), summed over all ranks.
+    counts: result of count_targets() for the global batch. Each answer head's loss is a mean over its own questions.
     """
     image = augment(batch["image"], batch["augmentation"]) if "augmentation" in batch else batch["image"]
     *answers, chexpert = model(image, batch["ids"], batch["mask"], batch["image_of"])
@@ -542,8 +522,7 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
     """Gather result columns from all ranks on rank 0, sorted by the column "index"; return {} on other ranks.
 
-    Call on all ranks. own: {column: list with one array per batch of this rank}. Rows with a negative index are
-    dropped, because they are padding from run.batches(). The result has no column "index".
+    Call on all ranks. own: {column: one array per batch}. Rows with a negative index are padding and are dropped.
     """
     parts = du.gather_to_main({name: np.concatenate(batches) for name, batches in own.items()})
     parts = [part for part in parts if part]
@@ -557,10 +536,10 @@ def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> report.Rows:
-    """Answer the questions of `data`; return {column: one value per question}, in the order of the questions.
+    """Answer the questions of `data`; return {column: one value per question}.
 
-    Call on all ranks: the questions are split among them, and only rank 0 gets the columns computed by the model. The
-    values do not depend on the number of ranks. Raises RunError on all ranks if a prediction is not finite.
+    Call on all ranks: they split the questions, and only rank 0 gets the model's answers. Raises RunError on all ranks
+    if a prediction is not finite.
     """
     model.eval()
     own, width = defaultdict(list), max(map(len, HEADS.values()))
@@ -588,12 +567,8 @@ def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: R
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """Compute the losses, accuracy and AUROC of a split, save a figure of the answers, and return the metrics.
-
-    Call on all ranks: the questions are split among them, and every rank gets the metrics.
-    """
+    """Return the losses, accuracy and AUROC of a split on all ranks, and save a figure of the answers."""
     rows, metrics = answer_questions(model, data, batch_size, run, args), {}
-    # only rank 0 computes the metrics and then broadcasts them, so that all ranks make the same decisions
     if run.ranks.is_main:
         metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)
         run.figure(f"{data.split}_answers", report.draw(rows, data.data))
@@ -602,10 +577,9 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 
 @torch.no_grad()
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
-    """Compute image features for the baselines: return {baseline: features (N, D)} on rank 0 and {} on other ranks.
+    """Compute image features for the baselines; return {baseline: (N, D)} on rank 0 and {} on other ranks.
 
-    Call on all ranks: the images are split among them. studies (N,): indices of the studies. The baseline "encoder"
-    uses the image encoder as it was before training.
+    Call on all ranks. studies: (N,) study indices. The baseline "encoder" uses the image encoder before fine-tuning.
     """
     untrained = load_encoder(args.image_encoder, "--image_encoder").to(model.device).eval()
     own = defaultdict(list)
@@ -621,10 +595,9 @@ def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch
 
 
 def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """Compare the model with baselines and ablations on a split; print tables, save a figure and return the metrics.
+    """Compare the model with baselines and ablations on a split; return the metrics.
 
-    Call on all ranks: the forward passes are split among them. Rank 0 fits the baselines, prints the tables and, with
-    --save_predictions, writes predictions_<split>.parquet. Every rank gets the metrics.
+    Call on all ranks. Rank 0 prints the tables, saves a figure and, with --save_predictions, saves the predictions.
     """
     data = sets[split].data
     rows = answer_questions(model, sets[split], batch_size, run, args)
@@ -658,7 +631,7 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
                         report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
                 run.figure(f"{'eval_' * args.eval_only}{split}_answers", report.draw(rows, data))
         finally:
-            # other ranks wait here without a timeout: computing the tables may take longer than the collective timeout
+            # other ranks wait without a timeout, because the tables may take longer than the collective timeout
             run.ranks.wait_for_main("the tables")
     return du.broadcast_object(metrics)
 
@@ -677,10 +650,9 @@ def head_for(question: str) -> str:
 
 @torch.no_grad()
 def predict(model: ChestModel, run: Run, args: Namespace) -> None:
-    """Answer the questions set by --predict and --question; write the answers and findings to predictions.csv.
+    """Answer the questions of --predict and --question, and write predictions.csv.
 
-    Call on all ranks: the questions are split among them. Unreadable images are skipped with a warning.
-    Raises InputError if all images are unreadable or if a question needs an answer head that has not been trained.
+    Call on all ranks. Raises InputError if no image can be read or if a question needs an untrained answer head.
     """
     asked = tables.list_questions(args.predict, args.question)
     heads = [args.head or head_for(question) for _, question in asked]
@@ -758,9 +730,8 @@ def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
     """Return {flag: value} for unset flags, chosen to suit the hardware (--auto_optimize) or taken from DEFAULTS.
 
-    The hardware-dependent values follow the published training guide (guide 1). memory: lowest GPU memory in GiB.
-    compute: lowest compute capability of the GPUs. Both are None without GPUs. node: (CPU cores, available RAM in GiB,
-    number of processes that share the cores and the RAM).
+    memory: lowest GPU memory in GiB. compute: lowest compute capability. Both are None without GPUs. node: (CPU cores,
+    available RAM in GiB, number of processes that share them).
     """
     cores, ram, processes = node
     table = hardware_utils.settings_for(
@@ -777,18 +748,13 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
 
 
 def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, tuple]:
-    """Return the weakest hardware of all ranks as the arguments memory, compute and node of fill_settings().
-
-    Call on all ranks. Every value is the minimum over all ranks, except the number of processes that share CPU cores,
-    which is the maximum.
-    """
+    """Return memory, compute and node for fill_settings(): the weakest values of all ranks. Call on all ranks."""
     memory = compute = None
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         memory, compute = card.total_memory / GIB, float(f"{card.major}.{card.minor}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    # count the processes on each set of CPU cores: processes started by torchrun share all cores of a machine, while
-    # srun may assign each process its own cores
+    # torchrun's processes share all cores of a machine, while srun may assign each process its own cores
     own = (platform.node(), *cores), memory, compute, hardware_utils.usable_cores(), hardware_utils.available_ram_gb()
     core_sets, *sizes = zip(*du.gather_objects(own), strict=True)
     memory, compute, cores, ram = (min((x for x in values if x is not None), default=None) for values in sizes)
@@ -796,7 +762,7 @@ def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, 
 
 
 def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
-    """Return (whether to train with DeepSpeed, the reason), following the published training guide (guide 1).
+    """Return (whether to train with DeepSpeed, the reason).
 
     Raises InputError if DeepSpeed is requested but not installed, or requested with --deterministic.
     """
@@ -833,10 +799,9 @@ def read_deepspeed_config(args: Namespace) -> dict:
 
 
 def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str:
-    """Return the precision set by --mixed_precision, by `fp16` in the --config file, or by the DeepSpeed config.
+    """Return the precision set by --mixed_precision, `fp16` in the --config file or the DeepSpeed config, in this order.
 
-    The first of these that sets a precision wins; if none does, return "auto". Without a GPU, only --mixed_precision
-    counts.
+    Returns "auto" if none of them sets a precision. Without a GPU, only --mixed_precision counts.
     """
     if args.mixed_precision != "auto" or device.type != "cuda":
         return args.mixed_precision
@@ -850,10 +815,10 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 
 @dataclass
 class Settings:
-    """Settings of a run, resolved from flags, config files and hardware before the data and the model are loaded.
+    """Settings of a run, resolved from flags, config files and hardware.
 
-    args: the flags, including those chosen to suit the hardware. precision: "no", "fp16" or "bf16". config: the
-    DeepSpeed config, or {} to train without DeepSpeed. banner: {title: text}, printed when training starts.
+    precision: "no", "fp16" or "bf16". config: the DeepSpeed config; {} without DeepSpeed. banner: {title: text},
+    printed when training starts.
     """
 
     args: Namespace
@@ -863,7 +828,7 @@ class Settings:
 
 
 def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
-    """Choose the flags that depend on the hardware, the training engine (DeepSpeed or plain torch) and the precision.
+    """Choose the training engine, the precision and the flags that depend on the hardware.
 
     Call on all ranks. Raises InputError if the DeepSpeed config is invalid or flags contradict each other.
     """
@@ -907,10 +872,7 @@ def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
 
 
 def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Questions], settings: Settings) -> int:
-    """Train and validate, then test the best weights. Call on all ranks.
-
-    Returns the process's exit code: 0, or the code for the stop signal that interrupted training.
-    """
+    """Train, validate and test the best weights; return the process's exit code. Call on all ranks."""
     data, device = sets["train"].data, run.ranks.device
     batch = run.plan_batches(
         model,
@@ -944,7 +906,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
         )
     else:
         if device.type == "cuda":
-            # channels_last only without DeepSpeed, which needs contiguous weights to broadcast them as flat buffers
+            # channels_last only without DeepSpeed, because DeepSpeed needs contiguous weights
             model.image.to(memory_format=torch.channels_last)
         engine = make_engine(*parts, saved=run.checkpoint)
 
@@ -969,13 +931,9 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Evaluate (--eval_only), predict (--predict) or, with neither flag, train; return the process's exit code.
-
-    Call on all ranks.
-    """
+    """Evaluate (--eval_only), predict (--predict) or, with neither flag, train; return the process's exit code."""
     settings = choose_settings(args, ranks)
     args, data = settings.args, None
-    # a training run writes nothing before Training is constructed, so earlier errors leave the run folder unchanged
     with du.agree_on_errors():
         if not args.predict:
             data = open_prepared(Path(args.data_path))

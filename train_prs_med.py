@@ -10,9 +10,8 @@
 
 Data: <data_root>/annotations/<modality>.csv, columns image_path,image_name,split,description,position,question,answer.
 The column image_path holds the path of the MASK, <modality>/<split>_masks/<name>.png; the image is in
-<modality>/<split>_images. No data yet? `make demo` generates a synthetic data set and trains on it;
-`python -m tools.prepare_data prs_med` converts your own images and masks. This script implements the published training
-guide for PRS-Med, https://github.com/huyquoctrinh/PRS-Med (guide 0 in README.md).
+<modality>/<split>_images. The script implements the published training guide for PRS-Med,
+https://github.com/huyquoctrinh/PRS-Med.
 """
 
 import os
@@ -122,16 +121,10 @@ ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_
 
 
 class MaskDecoder(nn.Module):
-    """A U-Net that computes mask logits from an image and a prompt; its bottleneck consists of SAM's image tokens.
+    """U-Net that computes mask logits from an image and a prompt; SAM's image tokens form the bottleneck.
 
-    As in the PRS-Med paper, SAM's tokens attend to the words of the prompt, and convolutions upsample the result to 4
-    times the resolution of SAM's token grid. Two parts are not in the paper. First, a convolutional stem processes the
-    image after pixel unshuffle (arXiv 1609.05158), so that only the logits have full resolution; the stem's features
-    are added to SAM's tokens and used in skip connections (U-Net, arXiv 1505.04597). Second, the hidden state of the
-    last prompt token scales and shifts SAM's tokens (FiLM, arXiv 1709.07871).
-
-    text_dim: width of the prompt's hidden states. dim: width of SAM's output (256). scale: image pixels per side of a
-    cell in the upsampled grid (4). fine: channels of the stem's output.
+    Two parts are not in the PRS-Med paper: a convolutional stem processes the image after pixel unshuffle (arXiv
+    1609.05158), and the last prompt token scales and shifts SAM's tokens (FiLM, arXiv 1709.07871).
     """
 
     def __init__(self, text_dim: int, dim: int, scale: int, fine: int = 16):
@@ -154,16 +147,15 @@ class MaskDecoder(nn.Module):
             nn.Sequential(*convolve(half + 2 * fine, quarter), double),
             nn.Sequential(*convolve(quarter + fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1)),
         ])  # fmt: skip
-        # at first, the stem adds zeros to SAM's tokens, so that training starts from SAM's pretrained features
+        # the stem initially adds zeros to SAM's tokens, so training starts from SAM's pretrained features
         nn.init.zeros_(self.bottom[-1].weight)
         nn.init.zeros_(self.bottom[-1].bias)
 
     def forward(self, features: Tensor, words: Tensor, padding: Tensor, pixels: Tensor, image_of: Tensor) -> Tensor:
         """Return mask logits (B, S, S) for B questions about N images.
 
-        features: SAM's output (N, dim, h, w). words: the language model's hidden states for the prompt (B, Q, D).
-        padding: bool (B, Q), True for padding. pixels: normalized images (N, 3, S, S). image_of: (B,), index of each
-        question's image.
+        features: SAM's output (N, dim, h, w). words: hidden states of the prompt (B, Q, D). padding: bool (B, Q), True
+        for padding. pixels: normalized images (N, 3, S, S). image_of: (B,), image index of each question.
         """
         fine = self.stem(F.pixel_unshuffle(pixels, self.scale))
         half = self.down(fine)
@@ -184,19 +176,12 @@ class MaskDecoder(nn.Module):
 
 
 def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
-    """Return a 3 x 3 convolution, group normalization and an activation.
-
-    Batch normalization is not used, because its statistics would depend on the number of GPUs.
-    """
+    """Return a 3 x 3 convolution, group norm and GELU; batch norm would depend on the number of GPUs."""
     return nn.Conv2d(channels, out, 3, stride, padding=1), nn.GroupNorm(8, out), nn.GELU()
 
 
 class PRSMed(nn.Module):
-    """The PRS-Med network: a frozen vision-language model with LoRA, SAM's image encoder and a mask decoder.
-
-    SAM's image encoder and the mask decoder are trained in full. One forward pass computes both the mask logits and the
-    answer loss.
-    """
+    """PRS-Med network: a frozen vision-language model with LoRA, a trainable SAM image encoder and a mask decoder."""
 
     def __init__(self, vlm: nn.Module, sam: nn.Module, processor: "Processor", precision: str):
         super().__init__()
@@ -217,11 +202,9 @@ class PRSMed(nn.Module):
         return self
 
     def forward(self, batch: dict) -> tuple[Tensor, Tensor]:
-        """Return mask logits (B, image_size, image_size) and each answer's summed cross-entropy (B,), both in fp32.
+        """Return fp32 mask logits (B, image_size, image_size) and the summed cross-entropy of each answer (B,).
 
-        batch: the result of collate(). The image encoders of SAM and of the vision-language model run once per distinct
-        image. Although `batch` contains the answer, the mask cannot depend on it: the mask is decoded from the hidden
-        states of the prompt, which cannot see the answer because attention is causal.
+        batch: output of collate(). The mask cannot depend on the answer in `batch`, because attention is causal.
         """
         with autocast(self.device, self.precision):
             words = self.vlm.get_input_embeddings()(batch["ids"])
@@ -242,10 +225,9 @@ class PRSMed(nn.Module):
     def causal(self, embeddings: Tensor) -> dict:
         """Return keyword arguments that make the language model's attention causal.
 
-        An attention mask is avoided if possible, because flash attention does not accept masks. With neither a mask nor
-        a cache, transformers searches the batch for packed sequences, which synchronizes the CPU with the GPU; so
-        NoCache, a cache that stores nothing, is passed. Activation checkpointing rules out a cache, so in that case an
-        attention mask is passed.
+        Flash attention accepts no mask, so a cache that stores nothing is passed; without the cache, transformers would
+        search the batch for packed sequences and wait for the GPU. Activation checkpointing forbids a cache and needs a
+        mask.
         """
         if not self.checkpointing:
             return {"past_key_values": NoCache(), "use_cache": True}
@@ -255,7 +237,7 @@ class PRSMed(nn.Module):
 
     @torch.no_grad()
     def image_features(self, batch: dict, dtype: torch.dtype) -> Tensor:
-        """Return the image embeddings for the language model: (B, image tokens, D), one set of tokens per question."""
+        """Return the image embeddings of each question: (B, image tokens, D)."""
         pixels = ((batch["vlm"] / 255 - self.vlm_mean) / self.vlm_std).to(self.vlm.dtype)
         features = self.vlm.model.get_image_features(pixel_values=pixels, return_dict=True)
         return torch.stack(list(features.pooler_output)).index_select(0, batch["image_of"]).to(dtype)
@@ -284,7 +266,7 @@ class NoCache(DynamicCache):
 
 
 def gather_states(hidden: Tensor, indices: Tensor) -> Tensor:
-    """Return the hidden states (B, N, D) of `hidden` (B, L, D) at `indices` (B, N); negative indices count as 0."""
+    """Return the hidden states (B, N, D) at the positions `indices` (B, N); negative indices count as 0."""
     return hidden.take_along_dim(indices.clamp_min(0).unsqueeze(2), dim=1)
 
 
@@ -292,10 +274,9 @@ def gather_states(hidden: Tensor, indices: Tensor) -> Tensor:
 
 
 def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str, example: str) -> str:
-    """Return `given` (the value of `flag`) or, if that is None, the first subfolder of `root` with a suitable model.
+    """Return `given` or, if it is None, the first subfolder of `root` with a model of a type in `kinds`.
 
-    kinds: the suitable model types. example: a model to recommend in the error message. Raises InputError if `given` is
-    not a suitable model or `root` contains none.
+    Raises InputError if there is no suitable model.
     """
     from transformers import PretrainedConfig
 
@@ -306,7 +287,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
             if kind in kinds:
                 return path
             if given:
-                # given a model of another type, transformers would build an untrained model of the default size
+                # given a folder of another model type, transformers would build an untrained model
                 raise InputError(f"{path}: is a {kind} model, not {kinds[0]}; {advice}")
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be loaded ({first_line(error)}); {advice}") from None
@@ -314,9 +295,9 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed:
-    """Load a vision-language model and SAM's image encoder; add LoRA to the former and freeze its other weights.
+    """Load the vision-language model, add LoRA and freeze its other weights; load SAM's image encoder.
 
-    Raises InputError if a model cannot be loaded, or if --image_size is not a multiple of SAM's patch size.
+    Raises InputError if a model cannot be loaded.
     """
     from transformers import AutoModel, AutoTokenizer, LlavaForConditionalGeneration, utils
     from transformers.image_processing_base import ImageProcessingMixin
@@ -330,7 +311,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     sam_path = find_model(root, args.sam_path, sam_kinds, "--sam_path", "flaviagiammarino/medsam-vit-base")
     path = vlm_path
     try:
-        # load directly onto the GPU; otherwise, each rank would hold a copy of the 7B model in host memory
+        # load directly onto the GPU; otherwise, each rank would hold the 7B model in host memory
         options = {"trust_remote_code": False, "dtype": DTYPES[precision]}
         options |= {"device_map": {"": device}} if device.type == "cuda" else {}
         vlm = LlavaForConditionalGeneration.from_pretrained(vlm_path, **options)
@@ -345,7 +326,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         reason = f"model cannot be loaded ({first_line(error)})"
         raise InputError(f"{path}: {reason}; check --vlm_path and --sam_path") from None
 
-    # resize SAM's absolute position embeddings; the forward pass interpolates the relative position embeddings
+    # resize SAM's absolute position embeddings; its forward pass interpolates the relative embeddings itself
     size, patch = args.image_size or sam.config.image_size, sam.config.patch_size
     if size % patch:
         raise InputError(f"--image_size {size}: not a multiple of SAM's patch; try {max(1, size // patch) * patch}")
@@ -355,7 +336,6 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         sam.pos_embed = nn.Parameter(positions.permute(0, 2, 3, 1).contiguous())
     sam.patch_embed.image_size = (size, size)
 
-    # the number of image tokens depends on the vision-language model's image encoder, so count those of a blank image
     vlm_size = vlm.config.vision_config.image_size
     blank = torch.zeros(1, 3, vlm_size, vlm_size, dtype=vlm.dtype, device=vlm.device)
     with torch.no_grad():
@@ -367,7 +347,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     }
     processor = Processor(tokenizer, vlm.config.image_token_id, image_tokens, size, vlm_size, statistics)
 
-    # the initial weights of LoRA and the mask decoder are random, but must be the same on every rank
+    # all ranks must draw the same initial weights
     torch.manual_seed(args.seed)
     model = PRSMed(add_lora(vlm, args, device), sam, processor, precision).to(device)
     if device.type == "cuda":
@@ -400,12 +380,12 @@ def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module
             parameter.data = parameter.data.float()
     for layer in vlm.modules():
         if isinstance(layer, LoraLayer):
-            # avoid the fp32 copy of the input that every LoRA layer makes by default; autocast would undo the cast
+            # peft would cast the input to fp32, and autocast would cast it back
             layer.cast_input_dtype_enabled = False
             for name, dropout in layer.lora_dropout.items():
                 if device.type == "cuda" and isinstance(dropout, nn.Dropout):
-                    # by default, each of a 7B model's 224 LoRA layers stores its dropout output for the backward pass:
-                    # 18 GiB for a batch of 8 images; recompute the output instead
+                    # recompute the dropout output in the backward pass: storing it takes 18 GiB for a 7B model and 8
+                    # images
                     matrix = layer.lora_A[name]
                     matrix.forward = partial(linear_after_dropout, matrix, dropout.p)
                     layer.lora_dropout[name] = nn.Identity()
@@ -413,11 +393,6 @@ def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module
 
 
 def linear_after_dropout(linear: nn.Linear, probability: float, inputs: Tensor) -> Tensor:
-    """Return linear(dropout(inputs)), where inputs are (..., in) and the result is (..., rank).
-
-    The backward pass recomputes the dropout output, so that it need not be stored.
-    """
-
     def compute(inputs: Tensor) -> Tensor:
         return F.linear(F.dropout(inputs, probability, linear.training), linear.weight)
 
@@ -427,10 +402,7 @@ def linear_after_dropout(linear: nn.Linear, probability: float, inputs: Tensor) 
 
 
 def fingerprint(model: nn.Module) -> Tensor:
-    """Return up to 16 values from each frozen parameter, concatenated into one fp32 vector.
-
-    The vector identifies the frozen base model, regardless of the precision in which it was loaded.
-    """
+    """Return an fp32 vector with up to 16 values of each frozen parameter, to identify the base model."""
     values = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -441,12 +413,9 @@ def fingerprint(model: nn.Module) -> Tensor:
 
 
 def load_weights(model: PRSMed, saved: dict) -> None:
-    """Load a checkpoint, which contains only the weights that are trained, into the model.
-
-    Raises InputError if the checkpoint belongs to another model or to other frozen base weights.
-    """
+    """Load the trained weights. Raises InputError if the architecture or the frozen weights are different."""
     base, own = saved["base"], fingerprint(model)
-    # allow for rounding: one of the two runs may have loaded its base model in bf16, which has 7 mantissa bits
+    # allow for rounding: either run may have loaded the base model in bf16, which has 7 mantissa bits
     if base.shape != own.shape or not torch.allclose(base, own, rtol=2**-7, atol=1e-6, equal_nan=True):
         raise InputError("--vlm_path: not the base that the checkpoint was trained on; give that one")
     checkpoint.load_trained(model, saved["model"])
@@ -457,12 +426,11 @@ def load_weights(model: PRSMed, saved: dict) -> None:
 
 @dataclass
 class Processor:
-    """Converts questions, answers and images to the inputs of a vision-language model (VLM) and SAM's image encoder.
+    """Converts questions, answers and images to the inputs of the vision-language model (VLM) and SAM.
 
-    image_token: token id of <image>. image_tokens: number of image tokens in a prompt. image_span: positions of the
-    first image token and of the first token after the image in a prompt. image_size: side in pixels of SAM's input and
-    of the masks. vlm_size: side in pixels of the VLM's input. statistics: each image encoder's mean and standard
-    deviation of pixel values, used to normalize its input.
+    image_token: token id of <image>. image_tokens: number of image tokens in a prompt. image_size: side of SAM's input
+    and of the masks in pixels. vlm_size: side of the VLM's input in pixels. statistics: pixel mean and standard
+    deviation of each image encoder.
     """
 
     tokenizer: object
@@ -481,8 +449,8 @@ class Processor:
     def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         """Return the token ids of the prompt and of the answer.
 
-        The prompt is `USER: <image>\\n{question}\\nASSISTANT:`, in which <image> is repeated once per image token. The
-        answer is ` {answer}</s>`.
+        The prompt is `USER: <image>\\n{question}\\nASSISTANT:`, with <image> repeated once per image token. The answer
+        is ` {answer}</s>`.
         """
         image = self.tokenizer.convert_ids_to_tokens(self.image_token)
         asked = f"USER: {image}\n{question}\nASSISTANT:"
@@ -494,10 +462,7 @@ class Processor:
         return expanded, [*both[len(prompt) :], self.end]
 
     def pixels(self, image: Image.Image) -> list[np.ndarray]:
-        """Pad an image to a square and resize it for both image encoders.
-
-        Returns uint8 arrays (3, image_size, image_size) for SAM and (3, vlm_size, vlm_size) for the VLM.
-        """
+        """Pad an image to a square; return uint8 arrays (3, image_size, image_size) and (3, vlm_size, vlm_size)."""
         padded = [square(image, side, Image.Resampling.BICUBIC) for side in (self.image_size, self.vlm_size)]
         return [np.asarray(image).transpose(2, 0, 1) for image in padded]
 
@@ -505,15 +470,14 @@ class Processor:
 class DecodedFiles:
     """Cache of decoded files, each uint8 (length,), shared by all ranks and DataLoader workers on a machine.
 
-    keys: one key per file to cache. most_bytes: maximum size; if the cache would be larger, it is not allocated and
-    get() decodes the file on every call.
+    If the cache would exceed `most_bytes`, it is not allocated and get() decodes the file on every call.
     """
 
     def __init__(self, keys: list[str], length: int, most_bytes: float):
         self.index_of = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         size = len(self.index_of) * (length + 1)
         shared = du.share_bytes(size) if size <= most_bytes else None
-        # each record ends with an additional byte, which is 1 once the decoded file is stored in the record
+        # the last byte of a record is 1 once the record is filled
         self.records = None if shared is None else shared.reshape(-1, length + 1)
 
     def get(self, key: str, decode, file: str) -> np.ndarray:
@@ -529,11 +493,8 @@ class DecodedFiles:
 class PositionData(Dataset):
     """Data set of annotation rows: questions about images, with masks and answers.
 
-    An item contains the image (uint8) at the input sizes of SAM and of the vision-language model, the mask (bool), the
-    token ids of the prompt and the answer, and the true position. An empty path in a row stands for a blank image or
-    mask. augmented: whether to apply augment(). reword: share of the questions that are reworded in each epoch. absent:
-    share of the questions that are replaced by one about a structure that only other modalities show; the mask is then
-    empty.
+    An empty path in a row gives a blank image or mask. reword: share of questions to reword in each epoch. absent:
+    share of questions to replace by a question about a structure that only other modalities show.
     """
 
     def __init__(
@@ -554,10 +515,7 @@ class PositionData(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        """Return the item of one row.
-
-        If a file cannot be read, the image or mask is blank, "error" in the item says why, and all ranks stop.
-        """
+        """Return the item of a row. If a file is unreadable, item["error"] gives the reason and all ranks stop."""
         row, side, small = self.row_in_epoch(index), self.processor.image_size, self.processor.vlm_size
         images, masks = self.caches
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
@@ -569,7 +527,6 @@ class PositionData(Dataset):
                 file = row.image
                 pixels = images.get(row.identity, self.decode_image, row.image)
         except (OSError, ValueError) as reason:
-            # check_data() read the file successfully, so it has been changed or removed since then
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
         sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
         mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer
@@ -593,7 +550,7 @@ class PositionData(Dataset):
             name = absent[rng.integers(len(absent))]
             return wordings.ask_for_absent(row, wordings.draw(rng, [name], row.names[:1]), name)
         if rng.random() < self.reword:
-            # reword, because a model trained on few wordings memorizes whole questions and ignores the structure's name
+            # a model trained on few wordings memorizes whole questions and ignores the structure's name
             others = self.other_names[row.modality, row.names[0]]
             return row._replace(question=wordings.draw(rng, row.names, others))
         return row
@@ -602,7 +559,7 @@ class PositionData(Dataset):
         return np.concatenate([pixels.ravel() for pixels in self.processor.pixels(open_image(path))])
 
     def decode_mask(self, path: str) -> np.ndarray:
-        """Return the pixels of the resized mask, and the original mask's position as an index into POSITIONS."""
+        """Return the pixels of the resized mask, then the original mask's position as an index into POSITIONS."""
         native = annotations.open_mask(path)
         small = square(Image.fromarray(native), self.processor.image_size, Image.Resampling.NEAREST)
         return np.append(np.asarray(small, np.uint8), POSITIONS.index(position_of(native))).astype(np.uint8)
@@ -616,14 +573,12 @@ def blank_item(processor: Processor, prompt: list[int], answer: list[int]) -> di
 
 
 def collate(processor: Processor, items: list[dict]) -> dict:
-    """Combine items of PositionData into a batch, a dict of tensors and lists.
+    """Combine items of PositionData into a batch.
 
-    "sam", "vlm": the distinct images at the input sizes of SAM and of the vision-language model. "image_of": index of
-    each question's image in "sam" and "vlm". "ids": token ids of the prompt and the answer, padded on the right; causal
-    attention keeps real tokens from seeing the padding. "prompt": token ids of the prompt alone, padded on the left
-    with -1 for generation. "words": positions of the prompt's text tokens in "ids", padded with -1. "answer": token ids
-    of the answer, padded with -100. "answer_at": positions of the hidden states that predict the answer's tokens; the
-    first is the position of the prompt's last token.
+    "sam", "vlm": the distinct images at both input sizes. "image_of": image index of each question. "ids": tokens of
+    prompt and answer, right-padded. "prompt": tokens of the prompt, left-padded with -1 for generation. "words":
+    positions of the prompt's text tokens in "ids", padded with -1. "answer": tokens of the answer, padded with -100.
+    "answer_at": positions in "ids" whose hidden states predict the answer's tokens.
     """
     first, last = processor.image_span
     prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
@@ -641,7 +596,7 @@ def collate(processor: Processor, items: list[dict]) -> dict:
         "words": pad([[*range(first), *range(last, len(prompt))] for prompt in prompts], -1),
         "answer": pad(answers, -100),
         "answer_at": pad([range(len(prompt) - 1, len(prompt) + len(answer) - 1) for prompt, answer in pairs], 0),
-        # index, position and error are lists, which du.to_device() leaves on the host
+        # du.to_device() leaves lists on the host
         "index": [item["index"] for item in items],
         "position": [item["position"] for item in items],
         "error": [item["error"] for item in items],
@@ -654,10 +609,9 @@ def pad(rows: list, value: int, side: str = "right") -> Tensor:
 
 
 def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tuple:
-    """Apply one random affine transform to an image and its mask (S, S), and change the image's contrast and gamma.
+    """Apply one random affine transform to an image and its mask (S, S); change the image's contrast and gamma.
 
-    sam, vlm: the image (3, S, S) at the input sizes of SAM and of the vision-language model. A transform that would
-    leave the mask empty is skipped. Images are never mirrored, because answers name left and right.
+    sam, vlm: the image (3, S, S) at both input sizes. Images are never mirrored, because answers name left and right.
     """
     angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
     (x, y), gain, gamma = rng.uniform(-0.08, 0.08, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
@@ -676,7 +630,7 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
 
 
 def read_data(args: Namespace, needed: str) -> list[Row]:
-    """Rank 0 only: read and check the annotations, print warnings and return the rows.
+    """Rank 0 only: read and check the annotations; print warnings.
 
     Raises InputError for unusable data, or if the split `needed` has no rows.
     """
@@ -714,7 +668,7 @@ def make_sets(rows: list[Row], processor: Processor, args: Namespace) -> dict[st
 
 
 def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """Return each mask's BCE loss plus Dice loss, (B,), from logits (B, H, W) and bool masks (B, H, W)."""
+    """Return BCE plus Dice loss of each mask, (B,), from logits (B, H, W) and bool masks (B, H, W)."""
     target = masks.float()
     probability = logits.sigmoid()
     bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((1, 2))
@@ -724,10 +678,9 @@ def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
-    """Return what a micro-batch adds to three mean losses of the global batch: (total, mask loss, answer loss).
+    """Return a micro-batch's share of the global batch's mean losses: (weighted total, mask loss, answer loss).
 
-    The total is the sum of the mask loss and the answer loss, weighted by --lambda_seg and --lambda_txt. samples,
-    tokens: total numbers of questions and of answer tokens in the global batch.
+    samples, tokens: number of questions and of answer tokens in the global batch.
     """
     logits, text_loss = model(batch)
     seg = mask_loss(logits, batch["mask"]).sum() / samples
@@ -741,11 +694,10 @@ def count_answer_tokens(batches: list[dict]) -> list[float]:
 
 @torch.no_grad()
 def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) -> tuple[list[dict], dict]:
-    """Call on all ranks: the rows are split among them. Return (scores of all rows, examples), equal on all ranks.
+    """Call on all ranks. Score all rows; return (scores, examples), equal on all ranks.
 
-    The scores are one dict per row, in row order. "dice" and "iou" are computed at --image_size and are 1 if the
-    predicted and true masks are both empty. The examples are {row index: a dict of the image, the true mask and the
-    predicted mask} for a few rows. hausdorff: whether to compute "hd95".
+    scores: one dict per row, in row order; "dice" and "iou" are 1 if both masks are empty. examples: {row index: image
+    and masks} for a few rows. hausdorff: whether to compute "hd95".
     """
     model.eval()
     scores, examples = {}, {}
@@ -760,7 +712,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
             text_loss,
             (batch["answer"] >= 0).sum(1),
         ]
-        # copy from the GPU only twice per batch (the sums, then the masks), because each copy makes the CPU wait
+        # copy from the GPU only twice per batch, because each copy makes the CPU wait
         table = torch.stack(columns, dim=1).tolist()
         masks = predicted.cpu().numpy()
         distances = report.hausdorff_95(predicted, target) if hausdorff else [None] * len(table)
@@ -786,10 +738,9 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
 
 @torch.no_grad()
 def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_new_tokens: int) -> None:
-    """Call on all ranks: the rows are split among them. Generate an answer to each row's question.
+    """Call on all ranks. Generate an answer to each row's question and add it to `scores` as "generated".
 
-    Adds two entries to the dict of each row in `scores`: "generated" is the answer; "position_accuracy" is 1 if the
-    answer names the true position, 0 if it does not, and None if there is no true position.
+    Also adds "position_accuracy": 1 if the answer names the true position, otherwise 0; None if the true mask is empty.
     """
     model.eval()
     own = {}
@@ -802,7 +753,6 @@ def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_
 
 
 def merge_lora(model: PRSMed) -> None:
-    """Merge the LoRA matrices into the base weights, to launch about half as many kernels per generated token."""
     from peft.tuners.lora import LoraLayer
 
     for layer in model.vlm.modules():
@@ -824,17 +774,17 @@ def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, f
 def test(
     model: PRSMed, sets: dict[str, PositionData], split: str, batch_size: int, run: Run, args: Namespace
 ) -> dict[str, float]:
-    """Call on all ranks: the work is split among them. Test the model, its ablations and the baseline models.
+    """Call on all ranks. Test the model, its ablations and the baselines.
 
-    Prints the test table; writes a figure of examples and a CSV with the scores of each row. Merges LoRA into the base
-    weights of the model. Returns {metric: value} on rank 0 and {} on the other ranks.
+    Prints the test table, writes a figure and a CSV, and merges LoRA into the base weights. Returns {metric: value} on
+    rank 0 and {} on the other ranks.
     """
     data, ranks = sets[split], run.ranks
     make = partial(make_loader, args=args, batch_size=batch_size)
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
     some = report.evenly_spaced(range(len(data)), report.MOST_ABLATED)
-    # few enough rows that rewording each with all of OTHER_WORDS yields no more questions than one ablation
+    # take fewer rows, because each row is reworded with all of OTHER_WORDS
     few = report.evenly_spaced(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
     absent = wordings.absent_names(sets.get("train", data).rows)
     changed = report.ablations(data.rows, some, args.seed)
@@ -842,7 +792,7 @@ def test(
     changed_data = PositionData([row for *_, row in changed], data.processor, data.caches)
     changed_scores, _ = evaluate(model, make(changed_data), run)
 
-    # predict all masks before merge_lora(), which speeds up the generation of answers but rounds the weights
+    # merge_lora() rounds the weights, so call it after all masks are predicted
     merge_lora(model)
     generate = partial(make_loader, args=args, batch_size=max(batch_size, 64))
     add_answers(model, generate(data), run, scores, args.max_new_tokens)
@@ -855,7 +805,7 @@ def test(
     if "train" in sets:
         # the training rows, without augmentation or rewording
         known = PositionData(sets["train"].rows, data.processor, data.caches)
-        # if there are several ranks, rank 0 trains the UNet while the other ranks fit the other baselines
+        # with several ranks, rank 0 trains only the UNet
         (rank, size), own = du.world(), {}
         busy = int(args.unet_steps > 0 and size > 1)
         try:
@@ -865,10 +815,10 @@ def test(
                 settings = args.unet_steps, args.seed, ranks.device, model.precision
                 own["unet"] = unet_scores(known, sets.get("val"), data, *settings, lambda: run.heartbeat("the UNet"))
         finally:
-            # wait without a collective, because training the UNet may take longer than the timeout of a collective
+            # a collective could time out while rank 0 trains the UNet
             ranks.wait_for_main("the UNet")
         parts = du.gather_objects(own)
-        # any rank may have no structure to fit, so no single rank knows all names; the UNet comes last
+        # a rank that fitted no structure has no names, so collect the names from all ranks; the UNet comes last
         for name in {name: None for part in (*parts[1:], parts[0]) for name in part}:
             rows = [row for part in parts for row in part.get(name, [])]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
@@ -889,10 +839,9 @@ def test(
 
 @torch.no_grad()
 def predict(model: PRSMed, run: Run, args: Namespace) -> None:
-    """Call on all ranks: the questions of --predict are split among them. Write masks and answers to the run folder.
+    """Call on all ranks. Write the masks and answers for --predict to a new subfolder of the run folder.
 
-    The subfolder is "predictions" or, if that exists, "predictions_2", "predictions_3" etc. Raises InputError if none
-    of the images can be read.
+    Raises InputError if none of the images can be read.
     """
     asked, opened = [], {}
     for file, question in list_questions(args.predict, args.question):
@@ -934,10 +883,9 @@ def make_loader(data: PositionData, args: Namespace, batch_size: int, **options)
 
 
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
-    """Return a synthetic batch of `size` blank images, to measure how much memory a training step needs.
+    """Return a batch of `size` blank images with the longest prompt and answer that training on `rows` can yield.
 
-    Each image has the longest prompt and the longest answer (in tokens) that `rows` and their rewordings yield; without
-    rows, the question and the answer have 64 tokens each.
+    Without rows, the question and the answer have 64 tokens each.
     """
     processor = model.processor
     texts = {(row.question, row.answer) for row in rows}
@@ -961,10 +909,10 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData], base: Tensor, described: str) -> int:
-    """Call on all ranks: train the model, validate after each epoch and test the best checkpoint.
+    """Call on all ranks. Train the model, validate after each epoch and test the best checkpoint.
 
-    base: fingerprint() of the frozen weights, saved in each checkpoint. described: the precision in words, for the
-    printed banner. Returns 0 or, after a stop signal such as SIGTERM, the exit code for that signal.
+    base: fingerprint() of the frozen weights. described: the precision, for the banner. Returns 0 or, after a stop
+    signal, the exit code for that signal.
     """
 
     def try_once(size: int) -> None:
@@ -1030,13 +978,13 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             if ranks.is_main and not args.predict:
                 rows = read_data(args, args.eval_split if args.eval_only else "train")
         finally:
-            # wait without a collective, because checking all images may take longer than the timeout of a collective
+            # a collective could time out while rank 0 checks the images
             ranks.wait_for_main("the data check")
     rows = du.broadcast_object(rows)
 
-    # nothing is written to the run folder until training begins, so that bad input leaves an existing run intact
+    # write nothing to the run folder before training begins: bad input must leave an existing run intact
     run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
-    # if there is a checkpoint, Run() replaces --lora_rank, --lora_alpha and --image_size with the checkpoint's values
+    # Run() replaces --lora_rank, --lora_alpha and --image_size with the checkpoint's values
     args = run.args
     with du.agree_on_errors():
         model = build_model(args, precision, ranks.device)

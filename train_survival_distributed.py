@@ -1,13 +1,11 @@
 """Train a network that predicts the log-hazard of a major adverse cardiac event (MACE) from a 3D CT volume.
 
-The script implements a published multi-GPU guide (guide 2): https://github.com/MasalaKimchi/MACE-Prediction
-
     python train_survival_distributed.py --csv_path data/dataset.csv                     # every GPU, or one CPU process
     torchrun --nproc_per_node=4 train_survival_distributed.py --csv_path data/dataset.csv
     python -m torch.distributed.launch --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> \\
         --master_port=12355 train_survival_distributed.py --csv_path data/dataset.csv      # --node_rank=1 on node 1
     python train_survival_distributed.py --csv_path data/dataset.csv --clinical_columns age sex stage
-    python train_survival_distributed.py --csv_path data/dataset.csv --folds 5 --repeats 3  # a cross-validation
+    python train_survival_distributed.py --csv_path data/dataset.csv --folds 5 --repeats 3  # cross-validation
     python train_survival_distributed.py --csv_path data/dataset.csv --eval_only --val_fold test
     python train_survival_distributed.py --predict other_hospital.csv
 
@@ -35,10 +33,9 @@ from utils.cli import (
 )
 
 FORMAT = "survival/3"
-# candidate ridge penalties for Cox models, strongest first: each fit starts from the coefficients for the next stronger
-# penalty
+# ridge penalties to try for Cox models, in decreasing order: each fit starts from the previous coefficients
 PENALTIES = [10 ** (power / 2) for power in range(7, -2, -1)]
-# flags that define the model and its data; in a resumed run their values come from the checkpoint
+# flags that a resumed run takes from the checkpoint
 MODEL_FLAGS = (
     "image", "resnet", "base_channels", "stem_stride", "norm", "image_size", "hu_window", "spacing", "orientation",
     "clinical_columns", "mask_column", "mask_mode", "mask_margin",
@@ -148,7 +145,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
     add_common_arguments(parser, **defaults, batch_of_all=True, least_epochs=0)
-    # flags of the published training guide (guide 2) that are synonyms of this script's flags or have no effect
+    # flags of the published training guide (guide 2 in README.md) that are synonyms or have no effect
     advanced("--output", dest="output_dir", help="the same as --log_dir")
     advanced("--max_grad_norm", dest="grad_clip", type=real(0), help="the same as --grad_clip")
     for flag in ("--amp", "--pin_memory"):
@@ -169,7 +166,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             parser.error("--image none: goes without --use_smart_cache, --pretrained_path and --mask_column")
         if not args.clinical_columns and not args.predict:
             parser.error("--image none: needs --clinical_columns")
-        # with --image none the script only fits Cox models and trains no network
         args.num_epochs, args.auto_batch, args.gpu_shares = 0, False, "equal"
     if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
         parser.error("--hu_window LOW < HIGH, --eta_min at most --lr, and --base_channels a multiple of 8")
@@ -177,7 +173,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # parse the flags before the heavy imports, so that --help and errors in flags appear immediately
+    # parse flags before the slow imports, so that --help and flag errors appear immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -225,10 +221,9 @@ class MaxPool3d(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """MedicalNet's type A residual shortcut: subsamples the input and appends channels of zeros.
+    """MedicalNet's type A shortcut: subsamples the input and appends channels of zeros.
 
-    Replaces MONAI's version, which detaches the input from the autograd graph, so that no gradient flows through the
-    shortcut.
+    MONAI's version detaches the input from the autograd graph, so no gradient flows through it.
     """
 
     def __init__(self, planes: int, stride: int):
@@ -241,11 +236,11 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """Predicts a log-hazard as a column part (a Cox model of the columns) plus an image part (MONAI's 3D ResNet).
+    """Predicts a log-hazard as the sum of a Cox model of the columns (column part) and a 3D ResNet of the image
+    (image part).
 
-    The columns are clinical data and image measurements. The Cox coefficients are fitted beforehand and stay fixed
-    during training. The ResNet's linear head is initialized to zero, so before training the predictions are those of
-    the Cox model.
+    The Cox coefficients stay fixed during training. The ResNet's linear head is initialized to zero, so the initial
+    predictions are those of the Cox model.
     """
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str):
@@ -254,7 +249,7 @@ class RiskNet(nn.Module):
         self.shape = 1 + bool(args.mask_column and args.mask_mode == "channel"), *args.image_size
         if args.image == "volume":
             self.backbone = make_backbone(args, self.shape[0], shortcut)
-            # no bias, because adding a constant to all log-hazards does not change the partial likelihood
+            # no bias: adding a constant to all log-hazards does not change the partial likelihood
             self.head = nn.Linear(self.backbone.in_planes, 1, bias=False)
             nn.init.zeros_(self.head.weight)
         self.register_buffer("linear", torch.zeros(columns, dtype=torch.float64))
@@ -266,14 +261,13 @@ class RiskNet(nn.Module):
         return batch["columns"].double() @ self.linear
 
     def forward(self, batch: dict) -> Tensor:
-        """Return the log-hazards (B,) in float64. batch: {"columns": (B, n), "image": (B, C, X, Y, Z) in 0..1}."""
+        """Return the log-hazards (B,) in float64. batch: {"columns": (B, n), "image": (B, C, X, Y, Z) in [0, 1]}."""
         log_hazard = self.linear_part(batch)
         if hasattr(self, "backbone"):
             images = batch["image"].float()
             with autocast(images.device, self.precision):
                 features = self.backbone(images.contiguous(memory_format=torch.channels_last_3d))
-            # compute the head outside autocast: near a log-hazard of 3, bf16 numbers are 1/64 apart, so different cases
-            # could get equal log-hazards
+            # compute the head outside autocast, because rounding to bf16 could give different cases equal log-hazards
             log_hazard = log_hazard + self.image_weight * self.head(features.float())[:, 0]
         return log_hazard
 
@@ -294,7 +288,7 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
         backbone.maxpool = MaxPool3d()
     for module in list(backbone.modules()):
         for name, child in module.named_children():
-            # replace every BatchNorm here, because the `norm` argument of MONAI's ResNet affects only the first one
+            # the `norm` argument of MONAI's ResNet replaces only the first BatchNorm
             if args.norm == "group" and isinstance(child, nn.BatchNorm3d):
                 setattr(module, name, GroupNorm(8, child.num_features))
             if shortcut == "A" and name == "downsample":
@@ -305,15 +299,14 @@ def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
 def build_model(
     args: Namespace, precision: str, device: torch.device, columns: int = 0, saved: dict | None = None
 ) -> RiskNet:
-    """Build the model with the same weights on every rank: from a checkpoint, from --pretrained_path, or random.
+    """Build the model, with the same initial weights on every rank.
 
-    columns: number of encoded columns. saved: contents of the checkpoint, or None for a new run. Raises InputError if
-    the weights do not fit the model.
+    columns: number of encoded columns. saved: the checkpoint, or None for a new run. Raises InputError if the loaded
+    weights do not fit the model.
     """
     torch.manual_seed(args.seed)
     found = saved["model"] if saved else read_pretrained(args)
-    # the smaller MedicalNet networks have type A shortcuts, which have no weights, so weights without "downsample" in
-    # any name belong to one of these networks
+    # type A shortcuts have no weights, all other shortcuts have weights named "downsample"
     is_type_a = found and not any("downsample" in name for name in found)
     model = RiskNet(args, columns, precision, shortcut="A" if is_type_a else "B")
     if saved:
@@ -333,7 +326,7 @@ def build_model(
 def read_pretrained(args: Namespace) -> dict[str, Tensor]:
     """Return the weights in the --pretrained_path file as {RiskNet parameter name: tensor}, or {} without this flag.
 
-    Raises InputError if the file is unreadable or contains MedicalNet weights that do not fit --norm or --stem_stride.
+    Raises InputError if the file is unreadable or does not fit --norm or --stem_stride.
     """
     path = args.pretrained_path
     if not path:
@@ -360,11 +353,10 @@ def read_pretrained(args: Namespace) -> dict[str, Tensor]:
 
 
 def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Return the negative Cox partial log-likelihood per event; ties are handled by Efron's method (1977).
+    """Return the negative Cox partial log-likelihood per event, with Efron's method (1977) for ties; 0 if there are no
+    events.
 
-    log_hazard (n,) may be on any device. time (n,) and event (n,) must be on the CPU, so that this function, unlike
-    torchsurv's loss, never waits for the GPU. Hazards are summed in log space and cannot overflow. Returns 0 if there
-    are no events.
+    log_hazard: (n,), on any device. time, event: (n,), on the CPU, so that this function never waits for the GPU.
     """
     device = log_hazard.device
     rows = event.nonzero()[:, 0]
@@ -376,8 +368,7 @@ def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
     gone = (time < times[:, None]).to(device, non_blocking=True)
     total = log_hazard.expand(len(rows), -1).masked_fill(gone, -torch.inf).logsumexp(1)
 
-    # Efron: for the l-th of d tied events (l = 0 ... d - 1), the tied hazards have the weight 1 - l / d in the sum over
-    # the risk set
+    # Efron: for the l-th of d tied events (l = 0 ... d - 1), the hazards of the tied cases have the weight 1 - l / d
     tied = times == times[:, None]
     before = (tied.tril(-1).sum(1).double() / tied.sum(1)).to(total.dtype).to(device, non_blocking=True)
     untied = (~tied).to(device, non_blocking=True)
@@ -395,9 +386,8 @@ def fit_cox(
 ) -> np.ndarray:
     """Fit a ridge Cox model to the covariates x (n, k) in float64; return its coefficients b (k,).
 
-    Minimizes the negative partial log-likelihood plus the sum of penalty / 2 * b^2. penalty: one number for all
-    coefficients, or one for each. start: initial coefficients, default 0. tolerance: L-BFGS stops once the gradient is
-    this small.
+    Minimizes the negative partial log-likelihood plus the sum of penalty / 2 * b^2. penalty: a number, or an array
+    (k,).
     """
     rows, *outcome, penalty = map(torch.as_tensor, (x, time, event, penalty))
     beta = torch.zeros(x.shape[1], dtype=torch.float64) if start is None else torch.tensor(start)
@@ -421,10 +411,10 @@ def fit_cox(
 
 
 def select_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[np.ndarray, float, float]:
-    """Fit a Cox model to the covariates x (n, k) of the cases in `data`, with the best ridge penalty in PENALTIES.
+    """Fit a ridge Cox model to the covariates x (n, k) of the cases in `data`, with the best penalty in PENALTIES.
 
-    The best penalty has the highest log-likelihood in a 5-fold cross-validation (Verweij and van Houwelingen 1993).
-    Returns (coefficients (k,), penalty, cross-validated log-likelihood).
+    The penalty is selected by 5-fold cross-validated log-likelihood (Verweij and van Houwelingen 1993). Returns
+    (coefficients (k,), penalty, cross-validated log-likelihood).
     """
     time, event = report.outcome(data)
     fold = assign_folds(data.cohort.case[data.rows], event, np.ones(len(x), bool), 5, seed)
@@ -441,11 +431,10 @@ def select_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tup
 
 
 def load_or_fit_cox_models(run: Run, train: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
-    """All ranks: return the checkpoint's Cox models; in a new run, rank 0 fits them to the training set.
+    """All ranks: return the Cox models from the checkpoint; in a new run, rank 0 fits them to the training set.
 
-    Up to three models are fitted: to the clinical columns, to the image measurements, and to both. clinical: number of
-    clinical columns, which precede the image measurements. Returns {model: {"beta": coefficients (0 for columns that
-    the model does not use), "penalty": ridge penalty, "likelihood": cross-validated log-likelihood}}.
+    clinical: number of clinical columns, which precede the image measurements. Returns {model: {"beta": coefficients (0
+    for unused columns), "penalty": ridge penalty, "likelihood": cross-validated log-likelihood}}.
     """
     if run.checkpoint:
         return run.checkpoint["cox_models"]
@@ -468,15 +457,14 @@ def best_cox_model(models: dict[str, dict]) -> str:
 
 
 def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvivalDataset, cox_model: dict) -> dict:
-    """Estimate the factor ("weight") by which the image part of a log-hazard is multiplied.
+    """Estimate the weight of the image part of the log-hazard.
 
-    x (n, k): encoded columns. image (n,): each case's image part, predicted by a network that was not trained on the
-    case. cox_model: Cox model of the columns alone. A second Cox model is fitted to the columns and the image part;
-    chi2 is its penalized likelihood-ratio statistic against cox_model. The difference between the two models'
-    coefficients is multiplied by 1 - 1 / chi2 and added to the coefficients of cox_model (van Houwelingen and le Cessie
-    1990). If the image part is not significant at the 5% level (chi2 at most 3.84) or its coefficient is not positive,
-    its weight is 0 and the coefficients are those of cox_model. Returns {"linear": coefficients of the columns,
-    "image_weight": weight, "image_chi2": chi2}.
+    x: (n, k), encoded columns. image: (n,), image part of each case, predicted by a network not trained on the case.
+    cox_model: Cox model of the columns. Returns {"linear": coefficients of the columns, "image_weight": weight,
+    "image_chi2": chi2}.
+
+    If the image part is significant (chi2 > 3.84) and its coefficient is positive, the new coefficients are shrunk by
+    the fraction 1 / chi2 towards cox_model (van Houwelingen and le Cessie 1990). Otherwise the weight is 0.
     """
     linear = np.array(cox_model["beta"])
     seen = linear != 0
@@ -500,10 +488,8 @@ def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvi
 def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace) -> None:
     """All ranks: compute the gradients of one optimizer step, the same for any number of ranks and micro-batches.
 
-    The Cox loss is not a sum over micro-batches, because the risk set of an event spans the global batch (the cases of
-    all ranks in this step). So every rank computes the loss from the log-hazards of all ranks, and backpropagates the
-    gradient through its own micro-batches. If there are several micro-batches, the log-hazards come from an extra
-    forward pass without an autograd graph (Gao et al. 2021).
+    The risk set of an event spans the global batch, so every rank computes the loss from the log-hazards of all ranks.
+    With several micro-batches, an extra forward pass without gradients computes the log-hazards (Gao et al. 2021).
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
     sizes, device = training.batch, training.ranks.device
@@ -512,10 +498,10 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for place, batch in enumerate(step.batches):
         step.batches[place] = moved = du.to_device(batch, device)
         if args.augment and args.image == "volume":
-            # read the indices from the CPU copy of the batch, because tolist() on a GPU tensor waits for the GPU
+            # use the indices on the CPU, because tolist() on a GPU tensor waits for the GPU
             moved["image"] = augment(moved["image"], batch["index"].tolist(), args.seed, position.epoch)
 
-    # all ranks must agree on whether the step has a single forward pass, because DDP communicates during forward passes
+    # all ranks must take the same branch, because DDP communicates during forward passes
     single_pass = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
     if single_pass:
         outputs = [engine.wrapped(step.batches[0])]
@@ -533,8 +519,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for number, batch in zip(step.numbers or [0], step.micro_batches(), strict=True):
         output = outputs[0] if single_pass else engine.wrapped(batch)
         output_gradient = gradient[number * sizes.micro_batch_size :][: len(output)]
-        # the loss and the event count cover the global batch, so only the step's first micro-batch logs them; the other
-        # micro-batches log 0
+        # the loss and the event count cover the global batch, so log them only with the first micro-batch
         step.backward(loss * (number == 0), events * (number == 0), through=(output, output_gradient))
 
 
@@ -545,8 +530,8 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 def predict_parts(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run) -> np.ndarray:
     """All ranks: predict the cases in `data`, splitting them among the ranks; return all predictions on every rank.
 
-    Returns float64 (n, 2): the column part and the image part of each log-hazard (see RiskNet). Raises RunError if a
-    prediction is not finite.
+    Returns float64 (n, 2), the column part and the image part of each log-hazard. Raises RunError if a prediction is
+    not finite.
     """
     model.eval()
     loader = du.create_distributed_dataloader(data, batch_size, train=False, num_workers=run.args.num_workers)
@@ -570,13 +555,10 @@ def validation_loss(parts: np.ndarray, val: MultiGPUSurvivalDataset) -> float:
 
 
 def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str, float]:
-    """All ranks: score the model with its current weights on the validation set.
-
-    sets: the datasets {"train": ..., "val": ...}. Returns {"val/<metric>": value} on every rank.
-    """
+    """All ranks: score the model on the validation set; return {"val/<metric>": value} on every rank."""
     parts = predict_parts(model, sets["val"], batch_size, run)
     metrics = {}
-    # compute the metrics on rank 0 and broadcast them, so that all ranks base decisions on the same numbers
+    # only rank 0 computes the metrics, so that all ranks base decisions on the same numbers
     if run.ranks.is_main:
         scores = report.score(parts.sum(1), sets["val"], sets["train"], run.args.eval_years)
         metrics = {"val/loss": validation_loss(parts, sets["val"])}
@@ -585,12 +567,10 @@ def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str,
 
 
 def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
-    """Compute the baseline models' log-hazards for the validation set: Kaplan-Meier, Cox models and a random forest.
+    """Return the baseline models' log-hazards for the validation set: Kaplan-Meier, Cox models and a random forest.
 
-    The forest predicts the martingale residuals of a null model from the columns (Therneau, Grambsch and Fleming 1990).
-    Random survival forests are not used, because scikit-survival, which provides them, is licensed under the GPL. For
-    synthetic data, the true risk is included as one more model. Returns {model: (log-hazards, baseline hazard or
-    None)}.
+    The forest predicts martingale residuals from the columns (Therneau, Grambsch and Fleming 1990). scikit-survival's
+    forest is not used because of its GPL license. Returns {model: (log-hazards, baseline hazard or None)}.
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -621,9 +601,8 @@ def test(
 ) -> tuple[dict[str, float], pd.DataFrame | None]:
     """All ranks: score the validation set; rank 0 prints the scores and writes predictions and a figure.
 
-    parts: results of predict_parts() as {"val": ..., "train": ...}. reference: result of report.fit_reference(). title:
-    heading of the score table. Returns (metrics, cases): {metric: value} on every rank and, on rank 0 only, the table
-    that report.cases_of() returns, with a column of log-hazards for each model.
+    parts: {"val": ..., "train": ...} from predict_parts(). reference: result of report.fit_reference(). Returns
+    ({metric: value}, report.cases_of() with the log-hazards of each model or, on other ranks, None).
     """
     args, val, metrics, cases = run.args, sets["val"], {}, None
     prefix = "eval_" if args.eval_only else ""
@@ -669,10 +648,10 @@ def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
 
 @dataclass
 class Inputs:
-    """The model's input: a cohort (the checked table of cases), its encoded columns, and a reader for its CT volumes.
+    """Input of the model: a table of cases, its encoded columns, and a reader for its CT volumes.
 
-    columns (rows, n): first the encoded clinical columns, then the image measurements. clinical: number of encoded
-    clinical columns. encoding: the dicts from fit_columns() with which the columns were encoded.
+    columns: (rows, n), the encoded clinical columns followed by the image measurements. clinical: number of encoded
+    clinical columns. encoding: result of fit_columns().
     """
 
     cohort: Cohort
@@ -695,9 +674,8 @@ def read_inputs(
 ) -> Inputs:
     """All ranks: encode the cohort's columns; check and measure the volumes of `rows`, split among the ranks.
 
-    encoding: results of fit_columns(). train: row numbers of a new run's training cases, to which the encodings of the
-    image measurements are fitted; None if the encodings come from a checkpoint. Raises InputError naming the unusable
-    volumes.
+    encoding: result of fit_columns(). train: rows to which the encodings of the image measurements are fitted, or None
+    if `encoding` contains them. Raises InputError naming the unusable volumes.
     """
     orientation = None if args.orientation == "as-is" else args.orientation
     mask_mode = args.mask_column and args.mask_mode
@@ -738,9 +716,7 @@ def begin_training(
 ) -> tuple[Training, DataLoader]:
     """All ranks: prepare `model` for training; return (Training, DataLoader of the training cases).
 
-    In a new run, the model's Cox coefficients are set to those of the best Cox model. described: the numerical
-    precision in words, printed at the start of the run. Raises InputError if --norm batch is not possible
-    with the planned batch sizes or, with several processes, on a CPU.
+    Raises InputError if --norm batch does not work with the planned batch sizes or, with several processes, on a CPU.
     """
     args, ranks, train, cached = run.args, run.ranks, sets["train"], sets["cached"]
     name = best_cox_model(cox_models)
@@ -748,7 +724,7 @@ def begin_training(
         model.linear.copy_(torch.tensor(cox_models[name]["beta"], dtype=torch.float64))
     batch_size, effective = args.batch_size, args.effective_batch_size
     if not run.checkpoint and not effective:
-        # as in the published training guide (guide 2), --batch_size counts the cases on all GPUs
+        # as in the published training guide (guide 2 in README.md), --batch_size counts the cases on all GPUs
         effective = batch_size * args.gradient_accumulation_steps
         batch_size = math.ceil(batch_size / ranks.world_size)
     batch = run.plan_batches(
@@ -761,8 +737,8 @@ def begin_training(
     if args.norm == "batch" and ranks.world_size > 1:
         if ranks.device.type == "cpu":
             raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
-        # convert the layers only after plan_batches(): there each rank tries batch sizes on its own, but SyncBatchNorm
-        # would wait for the other ranks
+        # convert after plan_batches(), where each rank tries batch sizes alone, because SyncBatchNorm waits for all
+        # ranks
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(
@@ -791,7 +767,7 @@ def begin_training(
 def train_epochs(training: Training, loader: DataLoader, sets: dict | None = None) -> int:
     """All ranks: train until the last step of the run; validate after each epoch unless `sets` is None.
 
-    Returns the exit code: 0, or the code for the stop signal that ended training early.
+    Returns the exit code, which is 0 unless a signal stopped training.
     """
     run, args, model = training.run, training.args, training.engine.model
     while not training.is_over():
@@ -819,10 +795,9 @@ def cross_fit_image_weight(
 ) -> tuple[int, dict, np.ndarray | None]:
     """All ranks: estimate the weight of the image part by cross-validation within the training fold.
 
-    Trains --inner_folds networks, each in its own run folder, from which it can be resumed. Returns (exit code, result
-    of estimate_image_weight(), parts). The exit code is 0 or, after a stop signal, the code for that signal; `parts` is
-    then None. parts (n, 2): the column part and the image part of each training case's log-hazard; the image part is
-    predicted by the network that was not trained on the case.
+    Trains --inner_folds networks. Returns (exit code, result of estimate_image_weight(), parts). parts: (n, 2), the
+    column part and the image part of each training case's log-hazard, where the image part comes from the network not
+    trained on the case. A stop signal gives a nonzero exit code, and parts is None.
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     sizes, precision = training.batch, training.engine.model.precision
@@ -846,7 +821,7 @@ def cross_fit_image_weight(
                 # subtract the mean, because each network's log-hazards have an arbitrary offset
                 image[fold == left_out] = held_out - held_out.mean()
         if not code:
-            # also a signal that arrived while `inner` was closed
+            # a signal may also have arrived while `inner` was closed
             code = inner.signalled() or training.signalled()
             if code:
                 du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
@@ -872,7 +847,7 @@ def score_checkpoint(
 ) -> None:
     """All ranks: test the checkpoint's model on the validation fold (--eval_only).
 
-    Raises InputError if the checkpoint's model was trained on cases of the validation fold.
+    Raises InputError if the model was trained on cases of the validation fold.
     """
     seen = set(sets["val"].cohort.case[sets["val"].rows]) & set(run.checkpoint["trained_cases"])
     if seen:
@@ -890,7 +865,7 @@ def score_checkpoint(
 def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
     """All ranks: train on one training fold and test on its validation fold; with --eval_only, only test.
 
-    Returns (exit code, result of test()); the result is None with --eval_only or if a stop signal ended training.
+    Returns (exit code, result of test()); the result is None with --eval_only or if a signal stopped training.
     """
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
@@ -923,15 +898,15 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         events = cohort.event[train].sum()
         if events < 4 * args.inner_folds and steps:
             du.print_main(f"warning: {events} events are too few to weight the image part; its weight stays 1")
-        # estimate the image part's weight only after the last planned step, not if --max_steps ended the run earlier
+        # do not estimate the weight if --max_steps ended the run before the last planned step
         elif args.inner_folds and 0 < run.position.step == steps:
             training.flush()
             code, weighed, unseen = cross_fit_image_weight(training, inputs, sets["train"], cox_models)
             if code:
                 return code, None
 
-        # in a cross-validation, a checkpoint must not be selected on the cases it is then tested on, so the weights of
-        # the last step are tested
+        # in cross-validation, test the last step's weights: selecting a checkpoint on the test fold would bias the
+        # result
         is_cross_validated = args.folds and args.val_fold
         step = run.position.step if is_cross_validated else training.load_best()
         is_best = not is_cross_validated and run.position.best is not None
@@ -947,14 +922,13 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         if not is_cross_validated and last is not None:
             metrics["val/c_index_last"] = last
         training.finish(metrics)
-        # if a stop signal arrived after training, return its exit code, so that the cross-validation does not start
-        # another fold
+        # a stop signal after training must keep the cross-validation from starting another fold
         code = training.signalled() if is_cross_validated else 0
     return code, (metrics, cases)
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks) -> int:
-    # only rank 0's answer counts: on a network drive, the other ranks may see outdated contents of the folder
+    # ask only rank 0: on a network drive, the other ranks may see outdated contents of the folder
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
     metrics, cases = [], {}
@@ -1007,8 +981,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    # without --world_size, start one process per GPU. This cannot happen earlier, because counting the GPUs requires
-    # torch.
+    # start one process per GPU by default; counting the GPUs requires torch
     launch_workers(args.world_size or torch.cuda.device_count())
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

@@ -4,13 +4,9 @@
     python benchmarks/frameworks.py --csv_path FILE ...     # flags of train_survival_distributed.py
     OMP_NUM_THREADS=1 python benchmarks/frameworks.py       # on a CPU: one thread
 
-The trainers are Accelerate, Fabric, HF Trainer and MONAI's SupervisedTrainer. Each loop trains in one process, on the
-GPU if there is one, without augmentation or DataLoader workers. All loops start from the same weights and train on the
-same batches; the order of the loops changes every round. Steps are measured in wall time on a GPU and in processor time
-on a CPU. The time of each step is the lower quartile over the rounds, because other work on the machine can only slow a
-step down. The relative speed is a loop's time per step divided by that of this project's loop; the quartiles of this
-ratio over the rounds follow in parentheses. The last line printed is a JSON object: {name of the loop: milliseconds per
-step}.
+All loops start from the same weights and train on the same batches; their order changes every round. The time of a step
+is the lower quartile over the rounds: wall time on a GPU, processor time on a CPU. The last line printed is a JSON
+object: {name of the loop: milliseconds per step}.
 """
 
 import contextlib
@@ -42,10 +38,7 @@ SMALL = "--resnet resnet10 --base_channels 16 --image_size 24 24 16 --batch_size
 
 
 class RiskLoss(nn.Module):
-    """Module that maps a batch to its loss: the survival script's network, then its Cox loss.
-
-    HF Trainer requires a model that returns its loss; the bare loop, Accelerate and Fabric use this module too.
-    """
+    """The survival script's network and Cox loss in one module: HF Trainer requires a model that returns its loss."""
 
     def __init__(self, network: nn.Module, cohort):
         super().__init__()
@@ -72,11 +65,8 @@ class Round:
 
 
 def collate(items: list[dict]) -> dict:
-    """Stack the images; leave the patients' indices in a list, because the Cox loss needs them on the host."""
+    """Stack the images; keep the indices in a list, because the Cox loss needs them on the host."""
     return {"image": torch.stack([item["image"] for item in items]), "index": [item["index"] for item in items]}
-
-
-# --- trainers ---------------------------------------------------------------------------------------------------------
 
 
 def this_project(case: Round) -> None:
@@ -105,7 +95,6 @@ def plain_loop(case: Round, model, optimizer, backward, clip) -> None:
 
 
 def bare_loop(case: Round) -> None:
-    """Train in the shortest correct loop, without logs, checkpoints or checks."""
     plain_loop(case, case.model, case.optimizer, torch.Tensor.backward, nn.utils.clip_grad_norm_)
 
 
@@ -156,7 +145,6 @@ def hf_trainer(case: Round) -> None:
             disable_tqdm=True,
             remove_unused_columns=False,
         )
-        # use a constant learning rate instead of HF Trainer's default schedule
         constant = torch.optim.lr_scheduler.ConstantLR(case.optimizer, 1.0)
         with contextlib.redirect_stdout(io.StringIO()):
             OwnLoader(case.model, settings, callbacks=[Tick()], optimizers=(case.optimizer, constant)).train()
@@ -191,15 +179,12 @@ def monai_trainer(case: Round) -> None:
     if precision == "bf16":
         # MONAI uses a GradScaler for all mixed precision, but bf16 needs no loss scaling
         trainer.scaler = torch.amp.GradScaler(enabled=False)
-    # MONAI fires BACKWARD_COMPLETED between the backward pass and the update, the only place to clip gradients
     parameters = list(case.model.parameters())
     clip = case.args.grad_clip
     trainer.add_event_handler(IterationEvents.BACKWARD_COMPLETED, lambda _: nn.utils.clip_grad_norm_(parameters, clip))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, case.tick)
     trainer.run()
 
-
-# --- measurement ------------------------------------------------------------------------------------------------------
 
 TRAINERS = {
     "this project": this_project,
@@ -212,9 +197,9 @@ TRAINERS = {
 
 
 def measure(flags: list[str]) -> dict[str, np.ndarray]:
-    """Return {name: milliseconds as an array (rounds, steps)} for each training loop whose package is installed.
+    """Return {name: milliseconds, (rounds, steps)} for each training loop whose package is installed.
 
-    flags: command-line flags of the survival script. The first round is warmup and is not returned.
+    The first round is warmup and is not returned.
     """
     args = script.parse_args([*flags, "--no-augment", "--num_workers", "0"])
     script.set_precision(args.mixed_precision, DEVICE, args.deterministic)

@@ -14,11 +14,9 @@
     variants       bf16, fp32, fp16, --compile, activation checkpointing, ZeRO-2: samples/s and memory
     scaling        samples/s by the number of GPUs, compared with the speed-ups in the published training guides
 
-On a GPU, each result is immediately written to benchmarks/gpu/<device>.json and to the table in benchmarks/RESULTS.md.
-The next call repeats parts that failed or were interrupted; to repeat a complete part, delete its entry from the JSON
-file. With --tiny or without a GPU, the same code runs at tiny sizes and writes only to --folder. If there are more
-processes than GPUs, all processes share the first GPU. Data and weights are synthetic, and nothing is downloaded. The
-exit code is 0 if the JSON file contains no failure.
+Results are written to benchmarks/gpu/<device>.json and benchmarks/RESULTS.md. To repeat a complete part, delete its
+entry from the JSON file. With --tiny or without a GPU, the same code runs at tiny sizes and writes only to --folder.
+The exit code is 0 if the JSON file contains no failure.
 """
 
 import contextlib
@@ -50,8 +48,7 @@ SCRIPTS = {
     "compressed_ad": "train.py",
     "cascade": "train_accelerate.py",
 }
-# Flags for the sample data, by size. At "full" size, the scripts resize images and volumes to the published input size
-# of each model, whatever the size of the files.
+# flags for the sample data; at "full" size, the scripts resize images to the published input size
 SAMPLES = {
     "tiny": {
         "prs_med": "--num_train 16 --num_val 1 --num_test 1 --image_size 48",
@@ -68,9 +65,7 @@ SAMPLES = {
         "compressed_ad": "--streams 10 --steps 1000",
     },
 }
-# Flags for the training scripts, by size. At "full" size, the models have the published architecture with random
-# weights, and the batch size per GPU is the script's default (for survival, a quarter of the default, which is the
-# total over all GPUs).
+# flags for the training scripts; at "full" size, the models are the published ones with random weights
 FLAGS = {
     "tiny": {
         "prs_med": """
@@ -115,7 +110,7 @@ FLAGS = {
         """,
     },
 }
-# Published training speeds of the most similar models, in samples/s (none for the cascade).
+# published training speeds of the most similar models, in samples/s
 PUBLISHED = {
     "prs_med": """
         LISA-7B (LoRA, SAM-H at 1024) 0.8 a GPU on 8 RTX 3090 (its issue 17, 10,000 steps of 160 in 3 days);
@@ -136,11 +131,9 @@ VARIANTS = {
     "bf16 checkpointed": ("--mixed_precision bf16 --gradient_checkpointing", ("prs_med", "mimic_cxr", "cascade")),
     "bf16 ZeRO-2": ("--mixed_precision bf16 --use_deepspeed --stage 2", ("mimic_cxr",)),
 }
-# Speed-ups on 1, 2, 4 and 8 GPUs according to each task's published training guide; the guides for PRS-Med and the
-# cascade do not state any.
+# speed-ups on 1, 2, 4 and 8 GPUs in the published training guides
 GUIDES = {"survival": "1, 1.8, 3.5, 6.5", "mimic_cxr": "1, 1.9, 3.5, 6.5", "compressed_ad": "1, 1.85, 3.6, 6.5"}
-# Flags for the checks of bit-identical results: six micro-batches per optimizer step, which 1, 2 or 3 processes can
-# divide equally. The checks append the value of --save_every.
+# 1, 2 or 3 processes can share six micro-batches equally; callers append the value of --save_every
 CHECKED = "--max_steps 20 --log_every 1 --deterministic --effective_batch_size 6 --batch_size 1 --save_every".split()
 
 
@@ -169,10 +162,6 @@ def make_samples(task: str, data: Path, flags: str, image_size: int = 64) -> Non
 
 
 def flags_of(options: Namespace, task: str, size: str) -> list[str]:
-    """Return the command-line flags of a task's training script; if its sample data are missing, write them first.
-
-    size: "tiny" or "full", the size of the sample data and of the model.
-    """
     data = options.folder / "data" / size / task
     made = data.with_suffix(".made")
     if not made.exists():
@@ -183,10 +172,9 @@ def flags_of(options: Namespace, task: str, size: str) -> list[str]:
 
 
 def run_command(options: Namespace, command: list, log: Path, stop: Callable[[], bool] = bool) -> dict:
-    """Run a command until it ends, or kill it as soon as stop() returns true.
+    """Run a command, or kill it when stop() returns true; return the last JSON object in its output, or {}.
 
-    Writes the command's output to the file `log` and returns the last JSON object in this output, or {}. Raises
-    RuntimeError if the command fails or takes more than 500 s; ends the program when the time in --minutes is over.
+    Raises RuntimeError if the command fails or takes more than 500 s. Exits when the time in --minutes is over.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
@@ -212,10 +200,10 @@ def run_command(options: Namespace, command: list, log: Path, stop: Callable[[],
 def train(
     options: Namespace, task: str, name: str, flags: list, processes: int = 1, size: str = "tiny", watch: str = ""
 ) -> tuple[Path, dict]:
-    """Run a task's training script; return the run folder and the measurements that benchmarks/watched.py printed.
+    """Run a task's training script; return the run folder and the measurements from benchmarks/watched.py.
 
-    The run starts anew, unless `flags` contain --resume_from. watch: "speed" also measures the FLOPs of one step and
-    the speed of a matrix product; "killed" kills the run after its first checkpoint.
+    watch: "speed" also measures the FLOPs of a step and the speed of a matrix product; "killed" kills the run after its
+    first checkpoint.
     """
     out = options.folder / "runs" / f"{task}_{name}".replace(" ", "_")
     if "--resume_from" not in flags:
@@ -247,13 +235,11 @@ def training_lines(out: Path) -> list[dict]:
 def measure_speed(options: Namespace, task: str, name: str, flags: list, processes: int = 1, watch: str = "") -> dict:
     """Train for a few steps and return samples/s ("rate"), time waiting for data, peak memory and batch size.
 
-    samples/s is the mean of the last two log lines; earlier lines are from warmup or from earlier stages of the
-    cascade.
+    samples/s is the mean of the last two log lines, because earlier lines may be from warmup.
     """
     steps = "--max_steps 6 --log_every 2"
     if options.size == "full":
-        # --max_steps could end the cascade before its last stage, so each stage trains for --num_epochs_per_stage
-        # epochs; an epoch of the last stage has 8 steps, which make two log lines
+        # --max_steps could end the cascade before its last stage; an epoch of the last stage gives two log lines
         steps = "--log_every 4" if task == "cascade" else "--max_steps 30 --log_every 10"
     flags = [*steps.split(), "--save_every", 0, *flags]
     out, measured = train(options, task, name, flags, processes, options.size, watch)
@@ -285,7 +271,7 @@ def published_size(options: Namespace, task: str) -> Iterator[dict]:
     command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task], *flags_of(options, task, options.size)]
     command += ["--gpu_memory", options.machine.get("memory GiB", 80)]
     rehearsed = run_command(options, command, options.folder / f"{task}_rehearsed.log")
-    # the margin that tools.rehearse adds for memory outside torch's tensors: 5 % plus 1.4 GiB
+    # the margin of tools.rehearse: 5 % plus 1.4 GiB
     most = 1.05 + 1.4 / rehearsed["peak_gib"]
     note = f"tools.rehearse predicts {rehearsed['peak_gib']:.4g} GiB; its margin allows a ratio of up to {most:.2f}"
     yield row("peak over the rehearsed one", peak / rehearsed["peak_gib"], note)
@@ -357,7 +343,7 @@ def resume(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def each_task(options: Namespace, check: Callable[[Namespace, str], Iterator[dict]]) -> Iterator[dict]:
-    # on a CPU, each check starts up to three processes, so run at most one check per three CPU cores at once
+    # each check starts up to three processes
     with ThreadPoolExecutor(max(1, joblib.cpu_count() // 3)) as pool:
         for rows in pool.map(lambda task: list(attempt(task, check(options, task))), SCRIPTS):
             yield from rows
@@ -377,7 +363,7 @@ PARTS: dict[str, Callable[[Namespace], Iterator[dict]]] = {
 
 
 def measure(options: Namespace, name: str, results: dict[str, dict]) -> None:
-    """Run one benchmark part; save all results after each measurement, because a rented machine may disappear."""
+    """Run one benchmark part; save the results after each measurement, because a rented machine may disappear."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     entry = results[name] = {"commit": commit.strip(), "lines": []}
     for line in attempt("the whole part", PARTS[name](options)):

@@ -4,13 +4,9 @@
     python benchmarks/step_overhead.py mimic_cxr            # only MIMIC-CXR; for survival see frameworks.py
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py    # on a CPU: one thread
 
-Two copies of a model train on the same batches in one process, on a GPU if there is one: one copy in a bare loop
-(forward, backward, clip, update), the other in the project's loop (utils/loop.py), which also checks the batches, skips
-steps with non-finite gradients, agrees with other ranks on when to stop, writes logs and measures times. The speed is
-the time of the bare loop divided by the time of the project's loop (median over the turns): 1 means no overhead; the
-goal is 0.97 for steps of 10 ms and 0.99 for steps of 40 ms. On a busy machine, trust processor time more than wall
-time. The last line for each script is a JSON object: the speed by wall time, and the milliseconds per step of the
-project's loop.
+Two copies of a model train on the same batches, one in a bare loop and one in the project's loop (utils/loop.py). The
+speed is the bare loop's time divided by the project loop's time: 1 means no overhead. On a busy machine, trust
+processor time more than wall time. The last line for each script is a JSON object.
 """
 
 import copy
@@ -36,16 +32,14 @@ from utils.engine import make_engine
 from utils.loop import Plan, Run, Training
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# turns of each loop, the first of which is warmup
 TURNS = 13
 
 
 def project_loop(args, model, optimizer, loader, names, passes, count=None) -> Iterator[None]:
     """Train in the project's loop (utils/loop.py); each next() runs one optimizer step.
 
-    names: names of the values that each step logs. passes(training, step): runs the forward and backward passes of a
-    step. count(batches): returns the counts by which the losses of a step are normalized, such as the number of
-    targets.
+    passes(training, step): runs the forward and backward passes of a step. count(batches): returns the totals that
+    normalize the losses of a step, such as the number of targets.
     """
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
         args = with_flags(args, output_dir=folder, save_every=0, eval_every_steps=0, auto_batch=False)
@@ -80,9 +74,8 @@ def clock() -> np.ndarray:
 def compare(script, args: Namespace, model: nn.Module, loader: DataLoader, names: list, losses, count=None) -> None:
     """Time the bare loop and the project's loop in turns; print the relative speed of the project's loop.
 
-    losses(model, batch, totals): returns the loss to minimize, then further values to log; `names` are the names of all
-    these values. count(batches): returns the totals by which the losses of a step are normalized, such as the number of
-    targets.
+    losses(model, batch, totals): returns the values listed in `names`; the first value is minimized. count: see
+    project_loop().
     """
     models = [copy.deepcopy(model).to(DEVICE).train() for _ in range(2)]
     optimizers = [script.make_optimizer(model, args) for model in models]
@@ -116,9 +109,6 @@ def compare(script, args: Namespace, model: nn.Module, loader: DataLoader, names
     print(f"{script.__name__}: our loop costs {cost[0]:.2f} ms per step, {cost[1]:.2f} ms of processor time")
     print(f"{script.__name__}: weights {weights} after {TURNS * steps} steps")
     print(json.dumps({"speed": wall, "ms": float(np.median(times[:, 1, 0]))}), flush=True)
-
-
-# --- scripts: small models and data, because the overhead matters most when steps are short --------------------------
 
 
 def mimic_cxr(data: Path) -> None:

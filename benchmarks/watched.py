@@ -1,11 +1,11 @@
-"""Run a script of this project, using random weights for model folders that contain a config.json but no weights.
+"""Run a script of this project with random weights for model folders that contain a config.json but no weights.
 
     python benchmarks/watched.py [share_gpu] [speed] train_prs_med.py FLAGS ...
     python benchmarks/watched.py machine
 
     share_gpu  all processes use the first GPU and communicate over gloo, because NCCL rejects two ranks on one device
-    speed      also time a matrix product before the script starts, and count the FLOPs of one optimizer step
-    machine    no script: report this machine's package versions and the speed of a matrix product
+    speed      also time a matrix product, and count the FLOPs of one optimizer step
+    machine    no script: report package versions and the speed of a matrix product
 
 The last line printed is a JSON object with the measurements.
 """
@@ -33,7 +33,7 @@ def matrix_product() -> float:
     side, dtype = (8192, torch.bfloat16) if ON_GPU else (512, torch.float32)
     values = torch.rand(side, side, dtype=dtype, device="cuda" if ON_GPU else "cpu")
     for _ in range(2):
-        # run twice: the first run is warmup
+        # the first run is warmup
         begun = time.perf_counter()
         for _ in range(10):
             values @ values
@@ -72,9 +72,9 @@ def use_random_weights() -> None:
 
 
 class StepFlops(TorchDispatchMode):
-    """Counts the FLOPs of one optimizer step of a training script, from one AdamW update to the next.
+    """Counts the FLOPs of one optimizer step, from one AdamW update to the next.
 
-    The cascade creates one optimizer per stage, so the count restarts with the first update of each new optimizer.
+    The cascade creates one optimizer per stage, so the count restarts with each new optimizer.
     """
 
     def __init__(self):
@@ -110,12 +110,12 @@ def main(words: list[str]) -> None:
             print(json.dumps(measure_machine()))
             return
         if word == "share_gpu":
-            # each process considers itself the only one on its machine and so uses the first GPU
+            # each process acts as the only process on its machine, so it uses the first GPU
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             dist.is_nccl_available = lambda: False
         if word == "speed":
             results, counter = {"product": matrix_product()}, StepFlops()
-            # free the memory of the matrix product, so that it does not count towards the script's peak memory
+            # the matrix product must not count towards the script's peak memory
             torch.cuda.empty_cache()
     use_random_weights()
     sys.argv = words

@@ -123,10 +123,10 @@ train_mimic_cxr.py tests/test_mimic_cxr.py::test_micro_batch_losses_add_up_to_me
 train_mimic_cxr.py tests/test_mimic_cxr.py::test_augmentation
 -seeds = [[self.augmentation_seed % 2**63, indices[0].epoch, study] for study in distinct]
 +seeds = [[self.augmentation_seed % 2**63, study] for study in distinct]
-train_mimic_cxr.py tests/test_mimic_cxr.py::test_schedule_best_weights_and_inputs_of_the_final_test
+train_mimic_cxr.py tests/test_mimic_cxr.py::test_best_weights_and_inputs_of_the_final_test
 -train = Questions(data, "train", args).columns()
 +train = sets[split].columns()
-train_mimic_cxr.py tests/test_mimic_cxr.py::test_schedule_best_weights_and_inputs_of_the_final_test
+train_mimic_cxr.py tests/test_mimic_cxr.py::test_best_weights_and_inputs_of_the_final_test
 -training.record(metrics, headline="val/vqa_accuracy")
 +training.record(metrics, headline="val/vqa_accuracy", lower=True)
 tasks/mimic_cxr/report.py tests/test_mimic_cxr.py::test_scores_match_pandas_and_scikit_learn

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from utils import checkpoint
-from utils.cli import InputError, RunError
+from utils.cli import InputError
 
 RUN = "0123456789abcdef"
 
@@ -82,45 +82,26 @@ def test_best_is_a_hard_link_that_outlives_its_checkpoint(folder):
 
 
 def test_host_copy_is_independent_and_reuses_its_memory():
-    copy, weight = checkpoint.HostCopy(), torch.rand(3, 4, 5, 6).to(memory_format=torch.channels_last)
+    host_copy, weight = checkpoint.HostCopy(), torch.rand(3, 4, 5, 6).to(memory_format=torch.channels_last)
     state = {"model": {"weight": weight}, "moments": [weight.double(), torch.tensor(3)], "step": 7}
-    first = copy(state)
-    state["moments"][1] += 1
-    assert first["moments"][1] == 3
-    second = copy(state)
-    assert second["step"] == 7
-    pairs = zip((second["model"]["weight"], *second["moments"]), (weight, *state["moments"]), strict=True)
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
+    first, expected, exactly = host_copy(state), copy.deepcopy(state), {"rtol": 0, "atol": 0, "check_stride": True}
+    weight += 1
+    torch.testing.assert_close(first, expected, **exactly)
+    second = host_copy(state)
+    torch.testing.assert_close(second, state, **exactly)
     assert second["model"]["weight"].data_ptr() == first["model"]["weight"].data_ptr()
     # a later stage has weights of another shape
-    assert torch.equal(copy({"model": {"weight": weight[:2]}})["model"]["weight"], weight[:2])
-
-
-def test_failed_save_leaves_the_previous_checkpoint_and_no_temporary_file(folder, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    writer = checkpoint.CheckpointWriter(folder, keep_last=3)
-    writer.save(contents(12), ("best.pt",))
-    with pytest.raises(RunError, match="No space left"):
-        writer.wait()
-    assert checkpoint.find_newest(folder).name == "step_00000009.pt"
-    assert load(folder / "best.pt", folder)["step"] == 6
-    assert not list(folder.glob(".*.tmp"))
+    assert torch.equal(host_copy({"model": {"weight": weight[:2]}})["model"]["weight"], weight[:2])
 
 
 def test_file_is_on_disk_before_it_gets_its_names(tmp_path, monkeypatch):
     """After a power cut, either the previous checkpoint or this one is intact."""
-    done, sync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: done.append(("fsync", os.fstat(file).st_size)) or sync(file))
-    for name in ("link", "replace"):
-        act = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *paths, name=name, act=act: done.append((name, paths[1].name)) or act(*paths)
-        )
+    done, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.fstat(file).st_size) or sync(file))
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append(paths[1].name) or replace(*paths))
     checkpoint.write_atomically(tmp_path / "a", lambda file: file.write(b"123"), (tmp_path / "b",))
-    assert done == [("fsync", 3), ("link", ".b.tmp"), ("replace", "b"), ("replace", "a")]
+    assert done == [3, "b", "a"]
+    assert (tmp_path / "b").read_bytes() == b"123"
 
 
 def test_checkpoint_with_code_and_link_in_a_run_folder_are_refused(folder):
@@ -138,11 +119,9 @@ def test_lock_is_waited_for_with_one_message(tmp_path, capsys):
 
     with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock", "w") as theirs:
         fcntl.flock(theirs, fcntl.LOCK_EX)
-        assert not checkpoint._take_lock(ours, tmp_path, wait=0.5)
         Timer(0.5, fcntl.flock, (theirs, fcntl.LOCK_UN)).start()
         assert checkpoint._take_lock(ours, tmp_path, wait=20)
-    lines = [f"waiting up to {wait} s for the run in {tmp_path} to end\n" for wait in (0, 20)]
-    assert capsys.readouterr().out == "".join(lines)
+    assert capsys.readouterr().out == f"waiting up to 20 s for the run in {tmp_path} to end\n"
 
 
 def test_weights_of_another_model_are_refused():
@@ -160,25 +139,18 @@ def test_weights_of_another_model_are_refused():
 
 def test_optimizer_resumes_with_its_moments_and_this_starts_flags():
     """Moments get the strides of their parameters: fused AdamW ignores strides and pairs elements by memory order."""
-    torch.manual_seed(0)
-    images, layers = torch.randn(2, 3, 5, 5), [nn.Conv2d(3, 4, 3) for _ in range(2)]
-    layers[0].to(memory_format=torch.channels_last)
-    optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3, weight_decay=0.1, fused=True) for layer in layers]
-    layers[0](images).square().sum().backward()
-    optimizers[0].step()
-    layers[1].load_state_dict(layers[0].state_dict())
-    optimizers[1].param_groups[0] |= {"lr": 0.5, "weight_decay": 0.2}
-    checkpoint.restore_optimizer(optimizers[1], copy.deepcopy(optimizers[0].state_dict()))
-    (group,) = optimizers[1].param_groups
-    assert (group["lr"], group["weight_decay"]) == (0.5, 0.2)
-    optimizers[0].param_groups[0] |= {"lr": 0.5, "weight_decay": 0.2}
-    for layer, optimizer in zip(layers, optimizers, strict=True):
-        layer.zero_grad()
-        layer(images).square().sum().backward()
-        optimizer.step()
-    assert torch.allclose(layers[0].weight, layers[1].weight, atol=1e-6)
+    layers = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(3, 4, 3)
+    old, new = (torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1, fused=True) for layer in layers)
+    layers[0](torch.randn(2, 3, 5, 5)).square().sum().backward()
+    old.step()
+    new.param_groups[0] |= {"lr": 0.5, "weight_decay": 0.2}
+    checkpoint.restore_optimizer(new, copy.deepcopy(old.state_dict()))
+    assert (new.param_groups[0]["lr"], new.param_groups[0]["weight_decay"]) == (0.5, 0.2)
+    saved, restored = old.state[layers[0].weight], new.state[layers[1].weight]
+    torch.testing.assert_close(restored, saved, rtol=0, atol=0)
+    assert restored["exp_avg"].stride() == layers[1].weight.stride() != saved["exp_avg"].stride()
     with pytest.raises(InputError, match="the state of another optimizer"):
-        checkpoint.restore_optimizer(torch.optim.AdamW([nn.Parameter(images)]), optimizers[0].state_dict())
+        checkpoint.restore_optimizer(torch.optim.AdamW([layers[1].weight]), old.state_dict())
 
 
 def test_run_resumed_into_another_folder_gets_an_id_of_its_own(folder, tmp_path_factory):

@@ -1,13 +1,12 @@
 """utils/cli.py: flags, config files, one-line errors, and exit codes."""
 
-import json
 import os
 
 import pytest
 import yaml
 
 from utils import cli
-from utils.cli import Parser, add_common_arguments, first_line, read_config
+from utils.cli import Parser, add_common_arguments
 
 
 @pytest.fixture
@@ -29,43 +28,14 @@ def error_of(parser, capsys):
 
 
 def test_command_line_overrides_file_overrides_default(parser, tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("learning_rate: 1e-3\nbatch_size: 4\nnames: [a, b]\nauto_batch: false\ncompile: false\nscript: x")
+    file = tmp_path / "c.json"
+    file.write_text(
+        '{"learning_rate": 1e-3, "batch_size": 4, "names": ["a", "b"], "auto_batch": false, // a comment\n'
+        '"compile": false, "output_dir": "http://x", "script": "x"}'
+    )
     args = parser.parse(["--config", str(file), "--batch_size", "2"])
-    assert (args.batch_size, args.learning_rate, args.num_epochs) == (2, 1e-3, 3)
+    assert (args.batch_size, args.learning_rate, args.num_epochs, args.output_dir) == (2, 1e-3, 3, "http://x")
     assert (args.names, args.auto_batch, args.compile) == (["a", "b"], False, False)
-
-
-DEFAULTS = {
-    # the run
-    "output_dir": "out", "num_epochs": 3, "seed": 0, "max_steps": 0, "resume_from": None, "overwrite": False,
-    "eval_only": False, "eval_every_steps": 0, "save_every": None, "keep_last": 2,
-    # optimization
-    "batch_size": 8, "gradient_accumulation_steps": 1, "effective_batch_size": None, "learning_rate": 1e-4,
-    "grad_clip": 1.0, "max_bad_steps": 10,
-    # speed and memory
-    "mixed_precision": "auto", "auto_batch": None, "gpu_shares": "equal", "num_workers": 4, "compile": False,
-    "deterministic": False, "profile": None,
-    # logging and launch
-    "log_every": 10, "wandb": None, "world_size": None, "dist_timeout": 600, "local_rank": None,
-}  # fmt: skip
-# the smallest values of flags that take a number
-SMALLEST = {
-    0: "max_steps eval_every_steps save_every num_workers grad_clip",
-    1: "num_epochs keep_last batch_size gradient_accumulation_steps effective_batch_size max_bad_steps log_every "
-    "world_size dist_timeout",
-}
-
-
-def test_defaults_of_the_common_flags(parser):
-    assert vars(parser.parse([])) == DEFAULTS | {"config": None, "names": []}
-
-
-def test_smallest_numbers(parser, error_of):
-    for smallest, names in SMALLEST.items():
-        for name in names.split():
-            assert getattr(parser.parse([f"--{name}", str(smallest)]), name) == smallest
-            assert f"argument --{name}" in error_of(f"--{name}", smallest - 1)
 
 
 @pytest.mark.parametrize(("variable", "codes"), [("RANK", [3]), ("SLURM_PROCID", [3]), ("HOME", [])])
@@ -84,20 +54,12 @@ def test_training_with_wandb_needs_wandb(parser, error_of, monkeypatch):
     assert error_of("--wandb").startswith("error: --wandb: it is not installed; pip install")
     # an evaluation logs nothing to wandb
     assert parser.parse(["--wandb", "--eval_only"]).wandb == "out"
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name)
-    assert parser.parse(["--wandb", "mine"]).wandb == "mine"
 
 
 def test_flags_of_the_guides(parser):
     args = parser.parse("--checkpoint_dir x --epochs 7 --lr 8 --train_batch_size 9 --local-rank 1".split())
     found = (args.output_dir, args.num_epochs, args.learning_rate, args.batch_size, args.local_rank)
     assert found == ("x", 7, 8, 9, 1)
-
-
-def test_json_with_comments(tmp_path):
-    file = tmp_path / "c.json"
-    file.write_text('{"output_dir": "http://x" // why\n, "seed": 1}')
-    assert read_config(str(file)) == {"output_dir": "http://x", "seed": 1}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +69,6 @@ def test_json_with_comments(tmp_path):
         ("batchsize: 1", "unknown key batchsize; did you mean batch_size?"),
         ("compil: false", "unknown key compil; did you mean compile?"),
         ("- a", "must hold `flag: value` lines"),
-        ("a: [", "not valid YAML or JSON"),
         ("seed: !!python/object/apply:os.system [echo]", "not valid YAML or JSON"),
     ],
 )
@@ -126,7 +87,6 @@ def test_bad_config_file(error_of, tmp_path, content, line):
         (["--batchsize", "1"], "unknown flag --batchsize; did you mean --batch_size?"),
         (["--lr", "nan"], "argument --learning_rate/--lr: must be a number above 0 to inf, not 'nan'"),
         (["--lr", "0"], "must be a number above 0"),
-        (["--seed", "1.0"], "must be a whole number"),
         (["--gpu_shares", "2,0"], "must be equal, auto or one whole number per process, as 2,1"),
         (["--profile", "4:3"], "argument --profile: must be the first and the last step, as 10:12, not '4:3'"),
         (["--config", "no.yaml"], "no.yaml: cannot be read"),
@@ -153,9 +113,4 @@ def test_args_yaml_is_a_config(parser, tmp_path):
     values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
     (tmp_path / "args.yaml").write_text(yaml.safe_dump(values | {"script": "x.py"}))
     again = parser.parse(["--config", str(tmp_path / "args.yaml")])
-    assert json.dumps(vars(again) | {"config": None}) == json.dumps(vars(args))
-
-
-def test_first_line_of_an_error():
-    errors = ValueError("\n  cut off\nat byte 7"), MemoryError(), OSError("x" * 999)
-    assert [first_line(error) for error in errors] == ["cut off", "MemoryError", "x" * 150]
+    assert vars(again) | {"config": None} == vars(args)

@@ -133,14 +133,6 @@ def test_exact_gradient_sum_does_not_depend_on_the_number_of_processes(launch):
     assert one[1] == "True"
 
 
-def test_numbers_rounded_for_an_exact_sum_add_up_in_any_order():
-    # all partial sums stay below 2**13
-    values = du.round_for_exact_sum(torch.randn(10_000) * 10.0 ** torch.randint(-6, 2, (10_000,)))
-    assert len({values[torch.randperm(10_000)].cumsum(0)[-1].item() for _ in range(20)}) == 1
-    assert du.round_for_exact_sum(torch.tensor([float("nan"), float("inf"), 0.1])).tolist()[1] == float("inf")
-    assert abs(du.round_for_exact_sum(torch.tensor(0.1)).item() - torch.tensor(0.1).item()) < 2.0**-40
-
-
 def test_worker_that_ignores_sigterm_does_not_outlive_the_run(launch):
     """At exit, Python sends SIGTERM to daemon processes and waits for them."""
     begun = time.monotonic()
@@ -173,54 +165,37 @@ for batch in loader: pass
         assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, (0, 0, 1, "python")),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}, (3, 1, 4, "torchrun")),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 0, 2, "deepspeed or torch.distributed")),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, (0, 0, 1, "python")),
-    ],
-)
-def test_rank_and_launcher_come_from_the_environment(monkeypatch, variables, expected):
-    monkeypatch.setattr(os, "environ", variables)
-    assert du.read_environment() == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n[07-09,12]", "n07"), ("n07,m[08-09]", "n07"), ("rack[1-2]n[07-09]-ib,x", "rack1n07-ib")],
-)
+@pytest.mark.parametrize(("nodes", "first"), [("n07,m[08-09]", "n07"), ("rack[1-2]n[07-09,12]-ib,x", "rack1n07-ib")])
 def test_srun_tasks_meet_on_the_first_node(monkeypatch, nodes, first):
     """The port is computed from the numbers of the job and the step."""
-    variables = {"JOB_ID": "123456", "STEP_ID": "2", "STEP_NODELIST": nodes, "STEP_NUM_TASKS": "8"}
-    variables |= {"PROCID": "5", "LOCALID": "1"}
-    environment = {f"SLURM_{name}": value for name, value in variables.items()}
+    environment = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": nodes}
+    environment |= {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
     monkeypatch.setattr(os, "environ", environment)
     assert du.read_environment() == (5, 1, 8, "srun")
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (first, "25474")
 
 
+def test_python_in_a_batch_script_is_one_process(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"})
+    assert du.read_environment() == (0, 0, 1, "python")
+
+
 def test_rank_that_cannot_join_prints_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        env = os.environ | place | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        port = str(taken.getsockname()[1])
+        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "2"}
         code = "import distributed_utils as du\nwith du.setup_distributed(2): pass"
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert re.match(rf"error: rank 0 on \S+ cannot join the others at {':'.join(place.values())}; ", line)
-    assert "address already in use" in line
+    assert re.match(rf"error: rank 0 on \S+ cannot join the others at 127.0.0.1:{port}; .*address already in use", line)
 
 
-def test_invalid_rank_and_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"RANK": "x", "WORLD_SIZE": "3"})
-    with pytest.raises(InputError, match="RANK must be a whole number, not 'x'"):
-        du.read_environment()
+def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    os.environ |= {"RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(InputError, match="3 processes on a machine with 2 GPUs"), du.setup_distributed():
         pass
 
@@ -228,22 +203,16 @@ def test_invalid_rank_and_more_processes_than_gpus_are_refused(monkeypatch):
 def test_learning_rate_schedule_and_scaling():
     """Linear warm-up, then a cosine to 0 or a constant; guide 0's scaling by the batch size."""
     assert [du.schedule(step, 10, 4, "constant") for step in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1, 1, 1]
-    assert [round(du.schedule(step, 10, 4, "cosine"), 4) for step in (3, 4, 7, 10)] == [1, 1, 0.5, 0]
+    assert [du.schedule(step, 10, 4, "cosine") for step in (3, 4, 7, 10)] == pytest.approx([1, 1, 0.5, 0])
     assert [du.scale_learning_rate(2.0, 4, rule) for rule in ("linear", "sqrt", "none")] == [8, 4, 2]
 
 
-@pytest.mark.parametrize("crashed", [True, False])
-def test_silent_ranks_are_named_once(crashed, capsys):
-    """The first rank that times out names them. A rank that crashed has printed its own error and is not named."""
+def test_rank_that_crashed_is_not_named_as_hanging(capsys):
+    """It has printed its own error."""
     store = dist.HashStore()
-    ranks = [du.Ranks(rank, 3, torch.device("cpu"), "torchrun", store) for rank in range(3)]
-    store.set("place of 2", "step 7")
-    store.set("rank 1 has ended", "")
-    if crashed:
-        du.name_silent_ranks(ranks[2], ValueError("a mistake"), wait=0)
-    printed = []
-    for rank in ranks[:2]:
-        du.name_silent_ranks(rank, RuntimeError("gloo: timed out"), wait=0)
-        printed.append(capsys.readouterr().err)
-    line = "error: rank 2 (step 7) hangs or was killed, the others waited in vain; "
-    assert printed == ["" if crashed else f"{line}stacks: hang_rank*.txt in the run folder\n", ""]
+    waiting, crashed = (du.Ranks(rank, 2, torch.device("cpu"), "torchrun", store) for rank in range(2))
+    for rank in range(2):
+        store.set(f"place of {rank}", "step 7")
+    du.name_silent_ranks(crashed, ValueError("a mistake"), wait=0)
+    du.name_silent_ranks(waiting, RuntimeError("gloo: timed out"), wait=0)
+    assert capsys.readouterr().err == ""

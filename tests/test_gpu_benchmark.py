@@ -1,12 +1,10 @@
-"""benchmarks/gpu.py on the CPU: which parts it measures again, which bits it compares, and its table."""
+"""benchmarks/gpu.py on the CPU: which parts it measures again, and which bits it compares."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -36,25 +34,14 @@ def test_only_parts_without_a_good_result_are_measured(tmp_path):
 
 
 def test_difference_finds_one_bit_of_a_loss_or_of_the_weights(tmp_path):
-    runs = {"one": (0.5, b"w"), "two": (0.5, b"w"), "three": (0.5, b"v"), "four": (0.5000000001, b"w")}
+    runs = {"one": (0.5, b"w"), "two": (0.5, b"v"), "three": (0.5000000001, b"w")}
     for name, (loss, weights) in runs.items():
         (tmp_path / name).mkdir()
         line = {"step": 1, "train/loss": loss, "train/grad_norm": 1.0}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line))
         (tmp_path / name / "model.safetensors").write_bytes(weights)
     found = [gpu.difference(tmp_path / "one", tmp_path / name) for name in runs]
-    assert found == ["none", "none", "final weights", "[1, 0.5, 1.0] and [1, 0.5000000001, 1.0]"]
-
-
-def test_table_replaces_the_lines_between_the_marks(tmp_path):
-    page, text = tmp_path / "RESULTS.md", (ROOT / "benchmarks/RESULTS.md").read_text()
-    page.write_text(text)
-    for _ in range(2):
-        gpu.write_table(page, {"cascade": {"lines": [gpu.row("samples/s", 9.87654, "a | b", ok=False)]}})
-    before, after = text.split(gpu.BEGIN)[0], text.split(gpu.END)[1]
-    table = page.read_text().removeprefix(before).removesuffix(after).splitlines()
-    assert table[-2] == "| cascade | samples/s | 9.877 | FAILED a / b |"
-    assert len(table) == 5
+    assert found == ["none", "final weights", "[1, 0.5, 1.0] and [1, 0.5000000001, 1.0]"]
 
 
 FLOPS = """
@@ -72,11 +59,3 @@ def test_flops_of_one_step_are_counted(tmp_path):
     out = run("benchmarks/watched.py", "speed", tmp_path / "script.py")
     # the forward pass and the gradient of the weights; the input has no gradient
     assert json.loads(out.splitlines()[-1])["tflop"] == 2 * (2 * 2 * 4 * 3) / 1e12
-
-
-@pytest.mark.soak
-def test_all_parts(tmp_path):
-    run("benchmarks/gpu.py", "--tiny", "--folder", tmp_path)
-    results = json.loads((tmp_path / "cpu.json").read_text())
-    assert set(results) == set(gpu.PARTS)
-    assert all(line["ok"] for part in results.values() for line in part["lines"])

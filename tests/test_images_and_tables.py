@@ -6,16 +6,14 @@ import numpy as np
 import pandas as pd
 import pydicom
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from utils.cli import InputError
-from utils.images import bits_window, is_dicom, open_image, open_upright, square, square_box
+from utils.images import is_dicom, open_image, open_upright, square, square_box
 from utils.tables import (
-    check_one_split,
     find_column,
     list_questions,
     parse_shares,
-    patient_in,
     read_table,
     split_of,
 )
@@ -35,17 +33,13 @@ def save_dicom(path, values, **tags):
     dataset.save_as(path)
 
 
-def save_turned(path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(np.rot90(RAMP).copy()).save(path, exif=exif)
-
-
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
 FORMATS = {
     "16.png": lambda path: Image.fromarray(RAMP.astype(np.uint16) * 200 + 31).save(path),
     "float.tif": lambda path: Image.fromarray(RAMP / np.float32(1000) - 3).save(path),
     "rgba.png": lambda path: Image.fromarray(RAMP).convert("RGBA").save(path),
-    "turned.png": save_turned,
+    "turned.png": lambda path: Image.fromarray(np.rot90(RAMP).copy()).save(path, exif=TURNED),
     "range.dcm": lambda path: save_dicom(path, RAMP * 16.0),
     "inverse": lambda path: save_dicom(path, 255 - RAMP, PhotometricInterpretation="MONOCHROME1"),
 }
@@ -67,11 +61,6 @@ def test_dicom_window_of_the_file_or_the_caller(tmp_path):
         assert np.abs(pixels - np.interp(hu, [low, high], [0, 255])).max() <= 1
 
 
-def test_bits_window():
-    tops = [bits_window(np.array([0, largest])) for largest in (7, 255, 256, 4095, 4096, 65535)]
-    assert tops == [(top / 2, top) for top in (255, 255, 1023, 4095, 16383, 65535)]
-
-
 def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
     """Errors of any type in Pillow and pydicom, among them that for a decompression bomb, become two types."""
     image = Image.fromarray(RAMP)
@@ -81,17 +70,16 @@ def test_files_that_cannot_be_opened(tmp_path, monkeypatch):
     (tmp_path / "cannot identify").write_bytes(b"\x89PNG")
     image.save(tmp_path / "broken PNG", "PNG")
     (tmp_path / "broken PNG").write_bytes((tmp_path / "broken PNG").read_bytes().replace(b"IDAT", b"I\0AT"))
+    dataset = pydicom.examples.ct
+    del dataset.PixelData
+    dataset.save_as(tmp_path / "no .* pixel data")
     for path in tmp_path.iterdir():
         with pytest.raises((ValueError, OSError), match=path.name):
             open_upright(path)
-    dataset = pydicom.examples.ct
-    del dataset.PixelData
-    dataset.save_as(tmp_path / "empty.dcm")
     image.save(tmp_path / "large.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    for name in ("empty.dcm", "large.png"):
-        with pytest.raises((ValueError, OSError)):
-            open_upright(tmp_path / name)
+    with pytest.raises(ValueError, match="decompression bomb"):
+        open_upright(tmp_path / "large.png")
 
 
 def test_pydicoms_example_files_open():
@@ -113,17 +101,14 @@ def test_pydicoms_example_files_open():
     assert np.array_equal(pixels["MR_small_jpeg_ls_lossless.dcm"], pixels["MR_small.dcm"])
 
 
-@pytest.mark.parametrize("size", [(400, 300), (30, 77), (64, 64)])
-def test_square_keeps_the_aspect_ratio(size):
-    image = square(Image.new("L", size, 255), 64, Image.Resampling.BILINEAR)
-    left, top, right, bottom = square_box(size, 64)
-    inside = np.asarray(image) > 0
-    assert inside.sum() == inside[top:bottom, left:right].size
-    assert abs((right - left) / (bottom - top) / (size[0] / size[1]) - 1) < 0.02
-    assert np.abs([left + right - 64, top + bottom - 64]).max() <= 1
+@pytest.mark.parametrize("size", [(400, 300), (30, 60)])
+def test_square_matches_pillow(size):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, size[::-1]).astype(np.uint8))
+    padded = square(image, 64, Image.Resampling.BILINEAR)
+    assert padded == ImageOps.pad(image, (64, 64), Image.Resampling.BILINEAR)
+    assert padded.crop(square_box(size, 64)) == ImageOps.contain(image, (64, 64), Image.Resampling.BILINEAR)
     # a mask at half the resolution covers the same pixels
-    mask = square(Image.new("1", (size[0] // 2, size[1] // 2), 1), 64, Image.Resampling.NEAREST)
-    assert (np.asarray(mask) != inside).mean() < 0.02
+    assert square_box((size[0] // 2, size[1] // 2), 64) == square_box(size, 64)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -187,18 +172,9 @@ def test_split_depends_only_on_seed_and_patient():
     assert splits != [split_of(str(patient), 4, shares) for patient in range(20_000)]
     for split, share in zip(("train", "val", "test"), shares, strict=True):
         assert splits.count(split) / 20_000 == pytest.approx(share, abs=0.01)
-    check_one_split([("a", "train", "t:2"), ("b", "test", "t:3"), ("a", "train", "t:4")])
-    with pytest.raises(InputError, match="t:4: this patient"):
-        check_one_split([("a", "train", "t:2"), ("b", "test", "t:3"), ("a", "test", "t:4")])
-    for text in ("70,30", "0,1,1", "1,-1,1", "nan,1,1", "x"):
+    for text in ("70,30", "0,1,1", "1,-1,1", "x"):
         with pytest.raises(Exception, match="must be the shares"):
             parse_shares(text)
-
-
-def test_patient_pattern():
-    assert [patient_in(form, "P12_3.png") for form in (r"^(P\d+)_", r"P\d", "^X")] == ["P12", "P1", ""]
-    with pytest.raises(InputError, match="--patient_pattern .*: not a regular expression"):
-        patient_in("(", "P12")
 
 
 def test_images_and_questions_for_predict(tmp_path):

@@ -4,12 +4,12 @@ import gzip
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import signal
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from sklearn.linear_model import LogisticRegression
+from safetensors.torch import save_file
 from sklearn.metrics import roc_auc_score
-from sklearn.model_selection import cross_val_predict
 
 import distributed_utils as du
 import train_mimic_cxr as script
@@ -108,7 +106,6 @@ TARGETS = [
     ("D02_has_finding", [main("neutral")], "positiveness 'neutral'"),
     ("has_device", [DETAIL], "no main answer"),
     ("B04_is_normal", [main()], "no"),
-    ("is_worse", [main("neg")], "no"),
     # the first known name in any case; negative answers come last, and count only if there are no others
     ("D01_describe_finding", [main(obs_entities=["scar", " Edema ", "fracture"])], "edema"),
     ("describe_subcat", [main(obs_entities=["scar", "cyst"])], "category 'scar' not in the vocabulary"),
@@ -116,7 +113,6 @@ TARGETS = [
     ("C07_describe_region_device", [main("neg", obs_entities=["support devices"])], "no finding"),
     ("where_is_device", [main("neg", regions=["left lung"])], "the finding is absent"),
     ("D04_how_severe_is_finding", [main(modifiers=[["tempo", "acute"], ["severity", "Moderate"]])], "moderate"),
-    ("how_severe_is_finding", [main(modifiers=None)], "no severity given"),
 ]
 
 
@@ -262,8 +258,6 @@ def test_partial_download(releases, capsys):
     for number in (2, 3):
         asked[number].unlink()
     fails(r"qba: no question is left \(2 studies without a question file.*\); check --grade")
-    (releases / "qba/metadata/question_metadata.parquet").unlink()
-    fails("question_metadata.parquet: cannot be read .*--grade all")
     shutil.rmtree(releases / "jpg/files")
     fails("jpg: none of 4 frontal images is there; check the path")
 
@@ -356,69 +350,47 @@ def test_bad_rows_are_listed(tmp_path, capsys):
 
 def test_prepared_folder_is_complete_or_absent(folder, tmp_path, monkeypatch):
     releases = folder / "mimic-cxr-jpg", folder / "mimic-ext-cxr-qba"
-    data = prepare.open_prepared(folder / "prepared")
-    # a DataLoader worker receives only its path
-    assert len(pickle.dumps(data)) < 500
-
     with pytest.raises(InputError, match="exists already"):
         prepared(*releases, folder / "prepared")
-
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"out: cannot be written \("):
-        prepared(*releases, tmp_path / "file/out")
     # as the kernel does when memory runs out
     monkeypatch.setattr(prepare.json, "loads", lambda text: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RunError, match="a process was killed, .* --workers"):
         prepared(*releases, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_synthetic_findings_differ_only_in_shape():
-    """Neither means nor histograms separate a finding from its look-alike."""
-    rng = np.random.default_rng(0)
-    for finding in sample_data.PLACES[::2]:
-        present = rng.integers(0, 2, 300)
-        drawn = [sample_data.draw_image(rng, 32, {finding: rng.integers(3)} if one else {}) for one in present]
-        numbers = report.image_numbers(torch.from_numpy(np.stack(drawn))[:, None] / 255)
-        scores = cross_val_predict(LogisticRegression(C=0.1), numbers, present, method="decision_function")
-        assert roc_auc_score(present, scores) < 0.65, finding
+    assert not list(tmp_path.iterdir())
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def of(name: str, **options) -> torch.nn.Module:
-    return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
-
-
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 PATCHES = SMALL | {"image_size": 32, "patch_size": 16}
 STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
-WINDOWS = {"patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
-# {encoder: (function that makes it, tokens of an image of 32 pixels, whether sine positions are added)}
+WINDOWS = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+# {encoder: (settings, tokens of an image of 32 pixels, whether sine positions are added)}
 ENCODERS = {
-    "resnet": (lambda: of("ResNet", embedding_size=8, **STAGES), 1, True),
-    "dinov3_convnext": (lambda: of("DINOv3ConvNext", **STAGES), 1, True),
-    "vit": (lambda: of("ViT", **PATCHES | {"image_size": 64}), 5, False),
-    "mae": (lambda: of("ViTMAE", **PATCHES), 5, False),
-    "swin": (lambda: of("Swin", image_size=32, **WINDOWS), 16, False),
-    "clip": (lambda: of("CLIP", text_config=SMALL | {"vocab_size": 99}, vision_config=PATCHES), 5, False),
+    "ResNet": (STAGES | {"embedding_size": 8}, 1, True),
+    "DINOv3ConvNext": (STAGES, 1, True),
+    "ViT": (PATCHES | {"image_size": 64}, 5, False),
+    "ViTMAE": (PATCHES, 5, False),
+    "Swin": (WINDOWS, 16, False),
+    "CLIP": ({"text_config": SMALL | {"vocab_size": 99}, "vision_config": PATCHES}, 5, False),
 }
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_vision_encoders(name, build, tmp_path):
     """All parameters but unused ones are trained; activation checkpointing gives the same gradients."""
-    make, tokens, has_positions = ENCODERS[name]
-    make().save_pretrained(tmp_path / name)
-    model, args = build("--image_encoder", tmp_path / name)
+    settings, tokens, has_positions = ENCODERS[name]
+    config = getattr(transformers, f"{name}Config")(**settings)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    model, args = build("--image_encoder", tmp_path)
     batch = script.largest_batch(model, 2)
     found = model.image_tokens(batch["image"])
     assert found.shape == (2, tokens, model.text.config.hidden_size)
     assert torch.equal(found, model.project(model.image_features(batch["image"]))) is not has_positions
 
     script.trial_step(model, batch, args)
-    checkpointed, args = build("--image_encoder", tmp_path / name, "--gradient_checkpointing")
+    checkpointed, args = build("--image_encoder", tmp_path, "--gradient_checkpointing")
     checkpointed.load_state_dict(model.state_dict())
     script.trial_step(checkpointed, batch, args)
     for one, other in zip(model.parameters(), checkpointed.parameters(), strict=True):
@@ -443,12 +415,9 @@ def test_image_and_convnext_features_are_normalized(build):
     assert parts == {"project", "fusion", "norm", "heads", "chexpert", "findings"}
 
 
-def test_sine_positions_are_finite_and_distinct():
-    """At the width of BERT-base and of the tests' models."""
-    for width in (768, 32):
-        positions = script.grid_positions(7, width, torch.device("cpu"))
-        assert positions.isfinite().all()
-        assert len(positions.unique(dim=0)) == 49
+def test_sine_positions_are_distinct():
+    positions = script.grid_positions(7, 768, torch.device("cpu"))
+    assert len(positions.unique(dim=0)) == 49
 
 
 def test_padding_and_other_questions_do_not_change_an_answer(build):
@@ -503,7 +472,6 @@ def test_batch_holds_each_image_once_and_its_labels(questions, batch_of, parse):
     batch = batch_of(test, range(7))
     assert "augmentation" not in batch
     assert np.array_equal(batch["known"], np.isin(data.labels[studies], (0, 1)))
-    assert np.array_equal(batch["image"][batch["image_of"], 0], data.images[studies])
 
 
 def test_augmentation(questions, batch_of):
@@ -513,17 +481,12 @@ def test_augmentation(questions, batch_of):
     assert not torch.equal(one["augmentation"], batch_of(questions, (0, 1), epoch=1)["augmentation"])
 
     image = torch.randint(0, 255, (2, 1, 32, 32), dtype=torch.uint8)
-    # shift only the second image, by one pixel
-    augmentation = torch.zeros(2, 6)
-    augmentation[1, 0] = 1 / 32
-    moved = script.augment(image, augmentation)
-    assert torch.allclose(moved[0], image[0].float(), atol=1e-3)
-    assert torch.allclose(moved[1, 0, :, :-1], image[1, 0, :, 1:].float(), atol=0.1)
-    # brighter by a factor of e^0.15, gamma e^0.2
-    augmentation = torch.tensor([[0.0, 0, 0, 0, 0.15, 0.2]])
-    expected = 255 * math.exp(0.15) * (128 / 255) ** math.exp(0.2)
-    gray = torch.full((1, 1, 32, 32), 128, dtype=torch.uint8)
-    assert script.augment(gray, augmentation)[0, 0, 16, 16] == pytest.approx(expected, rel=1e-4)
+    # shifted by one pixel; brighter by a factor of e^0.15, gamma e^0.2
+    augmentation = torch.tensor([[1 / 32, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0.15, 0.2]])
+    moved, brighter = script.augment(image, augmentation)[:, 0]
+    assert torch.allclose(moved[:, :-1], image[0, 0, :, 1:].float(), atol=0.1)
+    expected = 255 * math.exp(0.15) * (image[1, 0] / 255) ** math.exp(0.2)
+    assert torch.allclose(brighter, expected.clamp(max=255), rtol=1e-4)
 
 
 def test_micro_batch_losses_add_up_to_means_over_the_global_batch(questions, batch_of, build):
@@ -658,50 +621,45 @@ def test_scores_match_pandas_and_scikit_learn(trained, folder):
         assert summary[f"test/rival/{name}_gain"] == pytest.approx(lead)
 
 
-def test_schedule_best_weights_and_inputs_of_the_final_test(trained, parse, monkeypatch):
+def test_best_weights_and_inputs_of_the_final_test(trained, parse, monkeypatch):
     """--eval_only repeats the test's numbers; ablations show other images; baselines know only the training set."""
     summary = json.loads((trained / "summary.json").read_text())
     log = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    steps = 20 * math.ceil(summary["training questions"] / 16)
-    factors = [0.5, 1, *(0.5 + 0.5 * math.cos(math.pi * step / (steps - 2)) for step in range(4))]
-    assert [line["train/lr"] for line in log if "train/lr" in line] == pytest.approx([1e-2 * x for x in factors])
+    rates = [line["train/lr"] for line in log if "train/lr" in line]
+    assert rates[:3] == pytest.approx([0.5e-2, 1e-2, 1e-2])
     validated = [line["val/vqa_accuracy"] for line in log if "val/vqa_accuracy" in line]
     assert summary["val/vqa_accuracy"] == max(validated) > min(validated)
 
-    asked, tables = [], []
-    answer, print_tables = script.answer_questions, report.print_tables
-    monkeypatch.setattr(script, "answer_questions", lambda *words: asked.append(words[1]) or answer(*words))
-    monkeypatch.setattr(report, "print_tables", lambda *words: tables.append(words) or print_tables(*words))
+    answer, print_tables = Mock(wraps=script.answer_questions), Mock(wraps=report.print_tables)
+    monkeypatch.setattr(script, "answer_questions", answer)
+    monkeypatch.setattr(report, "print_tables", print_tables)
     assert script.run_task(parse("--output_dir", trained, "--eval_only"), ALONE) == 0
     again = json.loads((trained / "eval_test.json").read_text())
     assert {name: summary[name] for name in again} == again
-    test, blank, shuffled = asked
+    test, blank, shuffled = (call.args[1] for call in answer.call_args_list)
     split, patient = (test.data.studies[name].to_numpy() for name in ("split", "patient"))
     assert (blank.replacement == -1).all()
     others = shuffled.replacement[shuffled.column("study")]
     assert (patient[others] != patient[shuffled.column("study")]).all()
     assert set(split[others]) == {"test"}
-    results, train, fitted, val, *_ = tables[0]
+    results, train, fitted, val, *_ = print_tables.call_args.args
     parts = train, fitted, val, results.rows
     assert [set(split[part["study"]]) for part in parts] == [{"train"}, {"train"}, {"val"}, {"test"}]
 
 
 def test_predict_repeats_the_probabilities_of_the_test(trained, folder, parse, tmp_path, capsys):
     """A damaged image in the CSV is skipped."""
-    table = pd.read_parquet(trained / "predictions_test.parquet").drop_duplicates("image").head(3)
+    table = pd.read_parquet(trained / "predictions_test.parquet").query("head == 'region'").head(3)
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8\xff")
     paths = [str(folder / "mimic-cxr-jpg" / name) for name in table["image"]]
     asked = pd.DataFrame({"image": ["bad.jpg", *paths], "question": ["Is it?", *table["question"]]})
     asked.to_csv(tmp_path / "ask.csv", index=False)
-    for head in set(table["head"]):
-        words = ["--output_dir", trained, "--predict", tmp_path / "ask.csv", "--head", head]
-        assert script.run_task(parse(*words), ALONE) == 0
-        answers = pd.read_csv(trained / "predictions.csv").set_index("image")
-        for row, path in zip(table.itertuples(), paths, strict=True):
-            assert answers.loc[path, "Pneumothorax"] == pytest.approx(row.Pneumothorax, abs=1e-3)
-            if row.head == head:
-                assert answers.loc[path, "probability"] == pytest.approx(max(row.probability), abs=1e-3)
-                assert answers.loc[path, "answer"] == row.answer
+    words = ["--output_dir", trained, "--predict", tmp_path / "ask.csv", "--head", "region"]
+    assert script.run_task(parse(*words), ALONE) == 0
+    answers = pd.read_csv(trained / "predictions.csv")
+    assert [*answers["image"], *answers["answer"]] == [*paths, *table["answer"]]
+    assert np.allclose(answers["probability"], table["probability"].map(max), atol=1e-3)
+    assert np.allclose(answers["Pneumothorax"], table["Pneumothorax"], atol=1e-3)
     assert "3 of 4 questions answered" in capsys.readouterr().out
 
 
@@ -766,7 +724,7 @@ deepspeed:
 """
 
 
-def test_settings_from_command_line_file_hardware_and_defaults(tmp_path):
+def test_settings_from_file_hardware_and_defaults(tmp_path):
     """In this order of precedence; the guide's YAML and flat flags, on a node of 4 GPUs of 24 GB."""
 
     def fill(text: str, *words: str, memory: float = 24.0):
@@ -780,7 +738,6 @@ def test_settings_from_command_line_file_hardware_and_defaults(tmp_path):
     # the guide's row for 20 GB and more; accumulation depends on the batch
     assert settings("") == [16, 4, 3, 4, False]
     assert settings("batch_size: 8\nnum_workers: 0") == [8, 8, 0, 4, False]
-    assert settings("batch_size: 8", "--batch_size", "3")[0] == 3
     assert settings("", "--no_auto_optimize") == [16, 1, 4, 2, False]
     assert settings(GUIDE) == [24, 2, 2, 4, True]
     assert script.choose_engine(fill(GUIDE), ALONE) == (True, "as asked")
@@ -827,7 +784,7 @@ NEW, OLD = "--output_dir {tmp}/run ", "--output_dir {trained} --resume_from auto
 INVALID = {
     NEW + "--image_size 64": "has images of 32 pixels, not of 64",
     NEW + "--image_encoder {tmp}": "{tmp}: cannot be loaded",
-    NEW + "--image_encoder {tmp}/damaged": "1 weights are not in the file",
+    NEW + "--image_encoder {tmp}/damaged": r"\d+ weights are not in the file",
     NEW + "--image_encoder {folder}/bert_tiny": "bert is not an encoder for --image_encoder",
     NEW + "--pretrained_weights {tmp}/no.safetensors": "not readable as safetensors",
     OLD + "--chexpert_uncertain soft": "give the same again",
@@ -836,10 +793,7 @@ INVALID = {
 
 def test_invalid_flags(trained, folder, parse, tmp_path):
     shutil.copytree(folder / "convnext_tiny", tmp_path / "damaged")
-    weights = load_file(tmp_path / "damaged/model.safetensors")
-    del weights[max(weights)]
-    save_file(weights, tmp_path / "damaged/model.safetensors", metadata={"format": "pt"})
-
+    save_file({}, tmp_path / "damaged/model.safetensors", metadata={"format": "pt"})
     places = {"tmp": tmp_path, "trained": trained, "folder": folder}
     for words, message in INVALID.items():
         with pytest.raises(InputError, match=message.format(**places)):

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -35,9 +36,9 @@ class Script:
     path: str
     flags: str
     steps_before_kill: int
+    # commands that make the sample data in the folder {0}, and the flags for it
     data: tuple[str, ...] = ()
-    data_flag: str = "--data_root {0}"
-    prepare: str = ""
+    data_flags: str = ""
 
     def __str__(self) -> str:
         return Path(self.path).stem
@@ -54,7 +55,8 @@ PRS_MED = Script(
     "--unet_steps 2 --absent 0.2",
     steps_before_kill=3,
     # one validation batch, so fewer than processes
-    data=("prs_med", "--num_train", "9", "--num_val", "1", "--num_test", "3", "--image_size", "48"),
+    data=("sample_data prs_med {0} --num_train 9 --num_val 1 --num_test 3 --image_size 48",),
+    data_flags="--data_root {0}",
 )
 SURVIVAL = Script(
     "train_survival_distributed.py",
@@ -62,17 +64,19 @@ SURVIVAL = Script(
     "--clinical_columns Age Sex --freeze_epochs 1 --lr 3e-3 --hu_window -200 600 --eval_years 1 3 --cache_dir= "
     "--use_smart_cache --cache_rate 0.6 --replace_rate 0.4",
     steps_before_kill=3,
-    data=("survival", "--num_patients", "40", "--matrix", "16"),
-    data_flag="--csv_path {0}/dataset.csv",
+    data=("sample_data survival {0} --num_patients 40 --matrix 16",),
+    data_flags="--csv_path {0}/dataset.csv",
 )
 MIMIC_CXR = Script(
     "train_mimic_cxr.py",
     "--effective_batch_size 23 --batch_size 4 --num_epochs 2 --dropout 0.1 --augmentation --use_ddp --lr 1e-3 "
     "--warmup_steps 2 --max_samples 170",
     steps_before_kill=5,
-    data=("mimic_cxr", "--num_train", "40", "--num_val", "6", "--num_test", "10"),
-    data_flag="--data_path {0}/prepared --image_encoder {0}/convnext_tiny --text_encoder {0}/bert_tiny",
-    prepare="{0}/mimic-cxr-jpg {0}/mimic-ext-cxr-qba {0}/prepared --image_size 32 --workers 1",
+    data=(
+        "sample_data mimic_cxr {0} --num_train 40 --num_val 6 --num_test 10",
+        "prepare_data mimic_cxr {0}/mimic-cxr-jpg {0}/mimic-ext-cxr-qba {0}/prepared --image_size 32 --workers 1",
+    ),
+    data_flags="--data_path {0}/prepared --image_encoder {0}/convnext_tiny --text_encoder {0}/bert_tiny",
 )
 CASCADE = Script(
     "train_accelerate.py",
@@ -81,8 +85,8 @@ CASCADE = Script(
     '"effective_batch_size":5,"num_epochs":2} {"volume_size":[16,16,16],"voxel_dim":16,"vit_depth":1,"num_heads":2,'
     '"token_grid":4,"batch_size":1,"effective_batch_size":3,"num_epochs":1}',
     steps_before_kill=7,
-    data=("cascade", "--num_patients", "14", "--matrix", "16"),
-    data_flag="--dataset_path {0} --cache_dir {0}_cache",
+    data=("sample_data cascade {0} --num_patients 14 --matrix 16",),
+    data_flags="--dataset_path {0} --cache_dir {0}_cache",
 )
 COMPRESSED_AD = Script(
     "train.py",
@@ -90,35 +94,31 @@ COMPRESSED_AD = Script(
     "--encoder_n_layer 1 --n_transit 16 --n_latent 4 --train_timesteps 20 --num_warmup_steps 2 --lr 3e-3 "
     "--eval_interval 9 --val_episodes 3 --eval_episodes 4 --eval_seeds 2 --from_start 0.5 --shift 2 --objective search",
     steps_before_kill=6,
-    data=("compressed_ad", "--env", "darkroom:3", "--streams", "2", "--steps", "96"),
-    data_flag="--data {0}",
+    data=("sample_data compressed_ad {0} --env darkroom:3 --streams 2 --steps 96",),
+    data_flags="--data {0}",
 )
 SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL, MIMIC_CXR, CASCADE, COMPRESSED_AD]
 # so that torchrun, deepspeed and accelerate are the ones installed beside this Python
 PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
-# suffixes of values that differ between identical runs
-TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
+# part of the line printed after a step
+STEP = "| loss "
+# suffixes of values that may differ between runs with the same result
+DIFFERENT = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds", "world_size")
 
 
 @pytest.fixture(scope="module")
 def data_flags(tmp_path_factory):
     """data_flags(script): flags for the script's sample data, which are generated once."""
-    made = {}
 
-    def make(script: Script) -> str:
-        if not script.data:
-            return ""
-        if script.data not in made:
-            folder = made[script.data] = tmp_path_factory.mktemp("data") / script.data[0]
-            commands = [["sample_data", script.data[0], str(folder), *script.data[1:]]]
-            if script.prepare:
-                commands.append(["prepare_data", script.data[0], *script.prepare.format(folder).split()])
-            for tool, *words in commands:
-                command = [sys.executable, "-m", f"tools.{tool}", *words]
-                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        return script.data_flag.format(made[script.data])
+    @cache
+    def make(commands: tuple[str, ...]) -> Path:
+        folder = tmp_path_factory.mktemp("data") / "sample"
+        for command in commands:
+            words = f"-m tools.{command.format(folder)}".split()
+            subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True)
+        return folder
 
-    return make
+    return lambda script: script.data_flags.format(make(script.data))
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def run_and_kill(start):
 
     def kill(script, folder, steps, flags="", processes=2, fault="slow", **options) -> None:
         process = start(script, folder, f"--save_every 1 {flags}", processes, fault, **options)
-        wait_for_steps(folder, steps)
+        wait_for(folder, STEP, steps)
         kill_all(process)
 
     return kill
@@ -181,13 +181,12 @@ def run_and_kill(start):
 @pytest.fixture(scope="module")
 def uninterrupted(run, tmp_path_factory):
     """uninterrupted(script): run folder of the script's uninterrupted run on one process, shared by all tests."""
-    made = {}
 
+    @cache
     def make(script: Script) -> Path:
-        if script not in made:
-            made[script] = tmp_path_factory.mktemp("uninterrupted") / str(script)
-            run(script, made[script])
-        return made[script]
+        folder = tmp_path_factory.mktemp("uninterrupted") / str(script)
+        run(script, folder)
+        return folder
 
     return make
 
@@ -215,10 +214,13 @@ def output_of(folder: Path) -> str:
     return Path(f"{folder}.txt").read_text()
 
 
+def results_in(text: str) -> dict:
+    """The values of a JSON object without timings and memory."""
+    return {name: value for name, value in json.loads(text).items() if not name.endswith(DIFFERENT)}
+
+
 def read_log(folder: Path) -> list[dict]:
-    """The lines of metrics.jsonl without timings and memory."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]
+    return list(map(results_in, (folder / "metrics.jsonl").read_text().splitlines()))
 
 
 def skipped_steps(folder: Path) -> list[int]:
@@ -233,35 +235,30 @@ def assert_same(folder: Path, other: Path) -> None:
     """Every logged number, every weight and the summary are the same to the bit."""
     assert read_log(folder) == read_log(other)
     assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-    ends = [json.loads((path / "summary.json").read_text()).items() for path in (folder, other)]
-    one, two = ({name: value for name, value in end if not name.endswith((*TIMES, "world_size"))} for end in ends)
-    assert one == two
+    assert results_in((folder / "summary.json").read_text()) == results_in((other / "summary.json").read_text())
 
 
 def assert_close(folder: Path, other: list[dict], rel: float = 1e-6) -> None:
     """Every logged number is the same up to rounding: to `rel`, or to 2e-6 where it is small."""
-    lines = read_log(folder)
-    assert [line.keys() for line in lines] == [line.keys() for line in other]
-    for one, two in zip(lines, other, strict=True):
-        for name in one:
-            assert one[name] == pytest.approx(two[name], rel=rel, abs=2e-6), (one["step"], name)
+    for line, expected in zip(read_log(folder), other, strict=True):
+        assert line == pytest.approx(expected, rel=rel, abs=2e-6)
 
 
 def assert_tensorboard_has_the_log(folder: Path) -> None:
-    """TensorBoard shows each line of the log once, although some steps were repeated after a kill."""
+    """TensorBoard shows each line of the log once, although some steps were repeated; no intervals and no details."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown, lines = EventAccumulator(str(folder / "logs"), {"scalars": 0}).Reload(), read_log(folder)
+    assert not [name for name in shown.Tags()["scalars"] if name.count("/") > 1 or name.endswith("_low")]
     for name in ("train/loss", next(name for line in lines for name in line if name.startswith("val/"))):
-        expected = [line for line in lines if line.get(name) is not None]
-        assert [event.step for event in shown.Scalars(name)] == [line["step"] for line in expected]
-        assert [event.value for event in shown.Scalars(name)] == pytest.approx([line[name] for line in expected])
+        expected = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        assert [(event.step, event.value) for event in shown.Scalars(name)] == list(map(pytest.approx, expected))
 
 
-def wait_for_steps(folder: Path, steps: int) -> None:
-    """Wait until the latest start has logged this many steps."""
+def wait_for(folder: Path, text: str, times: int = 1) -> None:
+    """Wait until the latest start has printed a text this many times."""
     deadline = time.monotonic() + 120
-    while output_of(folder).count("| loss ") < steps:
+    while output_of(folder).count(text) < times:
         assert time.monotonic() < deadline, output_of(folder)
         time.sleep(0.02)
 
@@ -310,7 +307,7 @@ def test_killed_run_resumes_on_other_number_of_processes(
     later = replace(script, flags=re.sub(r"--(effective_)?batch_size \d+ ", "", script.flags))
     resume = "--resume_from auto --save_every 1"
     process = start(later, folder, resume, fault="slow")
-    wait_for_steps(folder, 1)
+    wait_for(folder, STEP, 1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143, output_of(folder)
     assert "signal: saved at step" in output_of(folder)
@@ -357,7 +354,7 @@ def test_torchrun_restarts_a_killed_process(start, uninterrupted, folder):
     launcher = f"env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 python {ROOT}/utils/torchrun.py --nnodes=1:1"
     launcher += " --nproc_per_node=2 --max_restarts=1 --rdzv_backend=c10d"
     process = start(MINIMAL, folder, "--resume_from auto", fault="slow", launcher=launcher)
-    wait_for_steps(folder, 5)
+    wait_for(folder, STEP, 5)
     next(child for child in psutil.Process(process.pid).children() if "minimal.py" in " ".join(child.cmdline())).kill()
     assert process.wait(timeout=120) == 0, output_of(folder)
     assert_same(folder, uninterrupted(MINIMAL))
@@ -391,20 +388,15 @@ def zero_flags(tmp_path):
     return make
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("stage", "processes"), [(1, 2), (2, 3)])
-def test_deepspeed_matches_torch_on_one_process(run, plain, zero_flags, folder, stage, processes):
-    """With 3 processes, some ranks make extra passes with weight 0."""
-    assert f"DeepSpeed ZeRO-{stage}" in run(DEEPSPEED, folder, zero_flags(stage), processes, exact=False)
-    assert_close(folder, plain)
-
-
 def test_any_engine_resumes_any_other(run, run_and_kill, plain, zero_flags, folder):
-    """DDP on 2 processes is killed; then ZeRO-3 on 3, ZeRO-2 on 1, and torch on 1 to the end."""
+    """DDP on 2 processes is killed; then ZeRO-3 on 3, ZeRO-1 on 2, and torch on 1 to the end.
+
+    With 3 processes, some ranks make extra passes with weight 0.
+    """
     run_and_kill(MIMIC_CXR, folder, 4, exact=False)
     resumed = replace(DEEPSPEED, flags=re.sub(r"--(effective_)?batch_size \d+ ", "", DEEPSPEED.flags))
     run(resumed, folder, f"{zero_flags(3)} --resume_from auto --max_steps 8", 3, exact=False)
-    run(resumed, folder, f"{zero_flags(2)} --resume_from auto --max_steps 11", exact=False)
+    run(resumed, folder, f"{zero_flags(1)} --resume_from auto --max_steps 11", 2, exact=False)
     run(resumed, folder, "--resume_from auto", exact=False)
     assert_close(folder, plain)
 
@@ -453,9 +445,10 @@ def test_fp16_run_resumes_with_its_loss_scale(run, run_and_kill, uninterrupted, 
     options = {"fault": "fp16@4@0", "exact": exact}
     run(MINIMAL, tmp_path / "whole", "", 2, **options)
     assert skipped_steps(tmp_path / "whole") == [4]
-    for line, fp32 in zip(read_log(tmp_path / "whole")[:3], read_log(uninterrupted(MINIMAL)), strict=False):
-        assert line["train/grad_norm"] == pytest.approx(fp32["train/grad_norm"], rel=0.02)
-        assert line["train/grad_norm"] != pytest.approx(fp32["train/grad_norm"], rel=1e-6)
+    logs = read_log(tmp_path / "whole"), read_log(uninterrupted(MINIMAL))
+    fp16, fp32 = ([line["train/grad_norm"] for line in log[:3]] for log in logs)
+    assert fp16 == pytest.approx(fp32, rel=0.02)
+    assert fp16 != pytest.approx(fp32, rel=1e-6)
 
     run_and_kill(MINIMAL, folder, 6, "", killed_on, **options)
     run(MINIMAL, folder, "--resume_from auto", 2, **options)
@@ -466,29 +459,12 @@ def test_fp16_run_resumes_with_its_loss_scale(run, run_and_kill, uninterrupted, 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_hundred_steps_give_the_same_bits_however_they_are_divided(script, run, tmp_path, seed):
-    """1, 2, 3 and 5 processes, shares 2:1 and 7:3:2, and a run resumed on 3, 1 and 2 processes."""
-    length = "--train_timesteps 100" if script == COMPRESSED_AD else "--num_epochs 99"
-    flags = f"{length} --max_steps 100 --save_every 50 --seed {seed}"
-    run(script, tmp_path / "whole", flags)
-    ways = [(2, ""), (3, ""), (5, ""), (2, "--gpu_shares 2,1"), (3, "--gpu_shares 7,3,2")]
-    for number, (processes, shares) in enumerate(ways):
-        run(script, tmp_path / str(number), f"{flags} {shares}", processes)
-        assert_same(tmp_path / str(number), tmp_path / "whole")
-    for processes, last in ((3, 33), (1, 66), (2, 100)):
-        run(script, tmp_path / "resumed", f"{flags} --max_steps {last} --resume_from auto", processes)
-    assert_same(tmp_path / "resumed", tmp_path / "whole")
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("chain", range(20))
 def test_run_killed_five_times_gives_the_same_bits(start, resume_exactly, folder, chain):
-    """On 1 to 3 processes, at random times: during the start, steps, evaluations and saves."""
+    """On 1 to 5 processes, at random times: during the start, steps, evaluations and saves."""
     script, chance = SCRIPTS[chain % len(SCRIPTS)], random.Random(chain)
     for kill in range(5):
-        process = start(script, folder, "--resume_from auto --save_every 1", 1 + (chain + kill) % 3, fault="slow")
+        process = start(script, folder, "--resume_from auto --save_every 1", 1 + (chain + kill) % 5, fault="slow")
         time.sleep(chance.uniform(0, 15) if kill == 0 else chance.uniform(6, 25))
         kill_all(process)
     resume_exactly(script, folder)
@@ -534,7 +510,7 @@ def test_cascade_resumes_between_stages_and_in_the_final_test(run, resume_exactl
 
 def test_ctrl_c_to_the_launcher_saves(start, resume_exactly, folder):
     process = start(MINIMAL, folder, "--save_every 0", 2, fault="slow")
-    wait_for_steps(folder, 5)
+    wait_for(folder, STEP, 5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     resume_exactly(MINIMAL, folder, 2)
@@ -581,11 +557,12 @@ def test_run_resumed_from_best_ends_the_same(run, resume_exactly, uninterrupted,
 
 
 def test_interrupted_copy_of_a_run_folder_resumes_with_warnings(run, uninterrupted, eight_steps, folder):
-    """The log is cut within a line, run_id is empty, and a directory has a checkpoint's name."""
+    """The log is cut within a line, args.yaml too, run_id is empty, and a directory has a checkpoint's name."""
     shutil.copytree(eight_steps, folder)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines = [line for line in lines if json.loads(line)["step"] <= 6]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines)[:-20])
+    (folder / "args.yaml").write_text("seed: [")
     (folder / "run_id").write_text("")
     (folder / "step_00000500.pt").mkdir()
     text = run(MINIMAL, folder, "--resume_from auto")
@@ -610,6 +587,7 @@ def test_run_resumes_after_a_full_disk(run, resume_exactly, uninterrupted, eight
     text = resume_on_full_disk((folder / "metrics.jsonl").stat().st_size + 100, code=1)
     (line,) = error_lines(text)
     assert "checkpoint not written" in line
+    assert not list(folder.glob(".*.tmp"))
     # steps 9 to 12 and the evaluation after step 9; the next save reports the error of the one at step 9
     assert text.count(f"warning: {folder}: log not written (File too large)\n") == 5
     assert "Traceback" not in text
@@ -620,17 +598,6 @@ def test_run_resumes_after_a_full_disk(run, resume_exactly, uninterrupted, eight
 
 
 # --- failures on one rank ---------------------------------------------------------------------------------------------
-
-
-def test_unusable_flag_is_one_line_and_leaves_no_folder(run, folder):
-    text = run(MINIMAL, folder, "--batch_size 0", 2, code=2)
-    assert len(text.splitlines()) == 1
-    assert not folder.exists()
-
-
-def test_stages_of_the_cascade_skip_a_non_finite_step(run, folder):
-    run(CASCADE, folder, "--max_steps 4", 2, fault="nan@2@1")
-    assert skipped_steps(folder) == [2]
 
 
 def test_ten_bad_steps_in_a_row_end_the_run(run, folder, tmp_path):
@@ -654,6 +621,7 @@ def test_rank_with_other_weights_is_named(run, folder):
         ("die@7@1", 137, "error: rank 1 was ended by SIGKILL (by the system, if its memory was full)"),
         # the stack of a crash in C, which hits all ranks at once like a bad kernel
         ("segv@7@all", 139, "with_fault.py"),
+        ("oom@3@1", 1, "error: rank 1: out of memory; lower --image_size"),
     ],
 )
 def test_cause_of_a_crash_is_printed(run, folder, fault, code, cause):
@@ -673,32 +641,24 @@ def test_profile_traces_the_steps_of_its_window(run, folder):
     assert traced_steps() == 2
 
 
-def test_hanging_rank_is_named_with_its_step_and_stack(start, folder):
-    """At the end the test kills rank 1 itself, because torchrun would give it 30 s to exit."""
-    process = start(MINIMAL, folder, "--dist_timeout 8", 2, fault="hang@7@1")
-    deadline = time.monotonic() + 100
-    while not (errors := error_lines(output_of(folder))):
-        assert time.monotonic() < deadline, output_of(folder)
-        time.sleep(0.1)
-    assert errors[0].startswith("error: rank 1 (step 7) hangs or was killed, the others waited in vain")
-    assert "with_fault.py" in (folder / "hang_rank1.txt").read_text()
-    # rank 0 exits by itself
+HANGS = ["hang", *(pytest.param(fault, marks=pytest.mark.soak) for fault in ("hang_inside", "stop", "slow_loader"))]
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_hanging_rank_is_named_with_its_step_and_stack(start, folder, fault):
+    """One of the two ranks that wait prints its name. A stopped process cannot write its stack.
+
+    At the end the test kills rank 1, because torchrun would give it 30 s to exit.
+    """
+    process = start(MINIMAL, folder, "--dist_timeout 8", 3, fault=f"{fault}@7@1")
+    wait_for(folder, "error: ")
+    # the others exit by themselves
     time.sleep(1)
     for rank in psutil.Process(process.pid).children():
         rank.kill()
     assert process.wait(timeout=20) == 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("fault", ["hang_inside", "stop", "loop", "slow_loader"])
-def test_hang_ends_the_job(start, folder, fault):
-    """Within the timeout and torchrun's grace period. A stopped process cannot write its stack."""
-    begun = time.monotonic()
-    process = start(MINIMAL, folder, "--dist_timeout 10", 2, fault=f"{fault}@7@1")
-    assert process.wait(timeout=120) == 1
-    assert time.monotonic() - begun < 10 + 40 + 10
-    text = output_of(folder)
-    assert any("rank 1 (step 7) hangs or was killed" in line for line in error_lines(text)), text
+    (line,) = error_lines(output_of(folder))
+    assert line.startswith("error: rank 1 (step 7) hangs or was killed, the others waited in vain")
     assert fault == "stop" or "with_fault.py" in (folder / "hang_rank1.txt").read_text()
 
 
@@ -714,12 +674,6 @@ def test_auto_batch_fits_the_rank_with_the_least_memory(run, uninterrupted, fold
     assert read_log(folder) == read_log(uninterrupted(MINIMAL))
     text = run(MINIMAL, tmp_path / "other", "--auto_batch", fault="small@0@all", code=1)
     assert error_lines(text) == ["error: out of memory at one sample per GPU; lower --image_size"]
-
-
-def test_out_of_memory_on_the_last_rank_is_one_line(run, folder):
-    text = run(MINIMAL, folder, "", 2, fault="oom@3@1", code=1)
-    (line,) = [line for line in error_lines(text) if "out of memory" in line]
-    assert "lower --image_size" in line
 
 
 # --- refused starts, --eval_only and unreadable data ------------------------------------------------------------------
@@ -756,7 +710,7 @@ def test_unreadable_image_of_an_evaluation_is_one_line_for_all_ranks(run, folder
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / "photos" / place).mkdir(parents=True)
         for number in range(6):
-            Image.new("RGB", (20, 16), (40 * number, 9, 9)).save(tmp_path / "photos" / place / f"{number}.png")
+            Image.new("RGB", (20, 16)).save(tmp_path / "photos" / place / f"{number}.png")
     bad = tmp_path / "photos/val/b/3.png"
     bad.write_bytes(bad.read_bytes()[:50])
     text = run(MINIMAL, folder, f"--data_root {tmp_path}/photos", 2, code=2)

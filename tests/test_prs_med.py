@@ -1,9 +1,9 @@
 """train_prs_med.py and tasks/prs_med: data, model, losses, scores, baselines, --predict, bad inputs, preparation."""
 
 import argparse
-import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from monai.losses import DiceLoss
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from scipy import ndimage
-from sklearn.metrics import log_loss
+from sklearn.metrics import f1_score, jaccard_score, log_loss
 from test_images_and_tables import save_dicom
-from test_volumes import HU, write_series
+from test_volumes import AFFINE, HU, save_nifti, write_series
 
 import distributed_utils as du
 import train_prs_med as script
@@ -31,7 +31,6 @@ from tools.prepare_data import parse_args as prepare_args
 from utils.cli import InputError, RunError
 from utils.sampler import Index
 from utils.stats import interval_of_mean
-from utils.volumes import read_volume
 
 ALONE = du.Ranks(0, 1, torch.device("cpu"), "python", None)
 SETTINGS = "--num_workers 0 --batch_size 4 --max_new_tokens 4 --log_every 1 --unet_steps 2".split()
@@ -99,6 +98,10 @@ def trained(run, tmp_path_factory) -> Path:
     return folder
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    return pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+
+
 def in_epoch(number: int, epoch: int) -> Index:
     index = Index(number)
     index.epoch = epoch
@@ -114,7 +117,6 @@ def test_trained_parameters(model):
     lora = {name for name in trained if name.startswith("vlm.")}
     assert trained - lora == {name for name, _ in model.named_parameters() if name.startswith(("sam.", "decoder."))}
     assert len(lora) == 2 * 7 * model.vlm.config.text_config.num_hidden_layers
-    assert all("language_model" in name and "lora_" in name for name in lora)
 
 
 @torch.no_grad()
@@ -190,17 +192,14 @@ def test_tokens_match_the_whole_text(model):
     image = processor.tokenizer.convert_ids_to_tokens(processor.image_token)
     text = f"USER: {image * processor.image_tokens}\nWhere is it?\nASSISTANT: There."
     assert prompt + answer == [*processor.tokenizer(text)["input_ids"], processor.end]
-    # the tiny tokenizer ignores case and symbols
-    words = [processor.tokens(text, "")[0] for text in ("the glioma", "THE GLIOMA", "the*glioma")]
-    assert words[0] == words[1] == words[2]
 
 
 def test_image_and_mask_are_padded_to_a_square(model, sets, tmp_path):
-    sam, _ = model.processor.pixels(Image.new("RGB", (40, 20), (200, 200, 200)))
-    assert (sam[:, 12:36] == 200).all()
-    assert not sam[:, [*range(12), *range(36, 48)]].any()
-    Image.new("L", (40, 20), 255).save(tmp_path / "mask.png")
-    assert np.array_equal(sets["train"].decode_mask(tmp_path / "mask.png")[:-1].reshape(48, 48), sam[0] > 0)
+    white = Image.new("L", (40, 20), 255)
+    white.save(tmp_path / "mask.png")
+    mask = sets["train"].decode_mask(tmp_path / "mask.png")[:-1].reshape(48, 48)
+    assert mask.sum(1).tolist() == [0] * 12 + [48] * 24 + [0] * 12
+    assert (model.processor.pixels(white.convert("RGB"))[0] == 255 * mask).all()
 
 
 def test_file_damaged_after_the_check_is_reported(sets, model, args, tmp_path):
@@ -224,8 +223,8 @@ def test_augmentation_moves_images_and_mask_together():
     assert len(seen) > 15
 
 
-def test_reworded_questions_are_a_function_of_epoch_and_row(sets):
-    """Each names the row's structure, some also another that they exclude; the answer stays the same."""
+def test_reworded_questions_name_their_structure(sets):
+    """Some also name another that they exclude; the answer stays the same."""
     data = sets["train"]
     reworded = script.PositionData(data.rows, data.processor, data.caches, 3, reword=1.0)
     names, questions, excluded = [list(row.names) for row in data.rows], [], 0
@@ -239,7 +238,6 @@ def test_reworded_questions_are_a_function_of_epoch_and_row(sets):
             excluded += len(found) == 2
     assert len({*questions}) > 0.9 * len(questions)
     assert 0.2 < excluded / len(questions) < 0.5
-    assert reworded[in_epoch(2, 7)]["prompt"] == reworded[in_epoch(2, 7)]["prompt"]
 
 
 def test_questions_about_absent_structures(sets):
@@ -272,13 +270,13 @@ def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets, mon
     assert torch.equal(first, data[in_epoch(1, 1)]["sam"])
     assert not torch.equal(first, data[in_epoch(0, 2)]["sam"])
     # the answer names where the lesion is now
-    for left, position in ((0, "bottom left"), (40, "bottom right")):
-        moved = np.zeros((48, 48), bool)
-        moved[40:, left : left + 8] = True
-        monkeypatch.setattr(script, "augment", lambda sam, vlm, mask, rng, moved=moved: (sam, vlm, moved))
-        row = data[in_epoch(0, 1)]
-        words = model.processor.tokenizer.decode(row["answer"], skip_special_tokens=True)
-        assert (row["position"], position_in(words)) == (position, position)
+    assert position_in(data.rows[0].answer) == "bottom right"
+    moved = np.zeros((48, 48), bool)
+    moved[40:, :8] = True
+    monkeypatch.setattr(script, "augment", lambda sam, vlm, mask, rng: (sam, vlm, moved))
+    row = data[in_epoch(0, 1)]
+    words = model.processor.tokenizer.decode(row["answer"], skip_special_tokens=True)
+    assert row["position"] == position_in(words) == "bottom left"
 
 
 # --- losses, scores, tables -------------------------------------------------------------------------------------------
@@ -286,17 +284,16 @@ def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets, mon
 
 @torch.no_grad()
 def test_micro_batch_losses_sum_to_the_global_mean(model, sets, args):
-    """BCE and Dice for each row, by scikit-learn and NumPy; cross-entropy for each token."""
+    """BCE and Dice for each row, by scikit-learn and MONAI; cross-entropy for each token."""
     rows = [sets["train"][index] for index in range(7)]
     micro_batches = [script.collate(model.processor, part) for part in (rows[:3], rows[3:])]
     [tokens] = script.count_answer_tokens(micro_batches)
     assert tokens == sum(len(row["answer"]) for row in rows)
     logits, entropy = model(script.collate(model.processor, rows))
-    masks = torch.stack([row["mask"] for row in rows]).numpy()
-    probability = logits.double().sigmoid().numpy()
-    overlap, areas = (probability * masks).sum((1, 2)), (probability + masks).sum((1, 2))
-    dice = 1 - (2 * overlap + 1) / (areas + 1)
-    seg, txt = log_loss(masks.ravel(), probability.ravel()) + dice.mean(), entropy.sum().item() / tokens
+    masks = torch.stack([row["mask"] for row in rows])
+    dice = DiceLoss(sigmoid=True, smooth_nr=1, smooth_dr=1)(logits[:, None], masks[:, None])
+    seg = log_loss(masks.flatten(), logits.double().sigmoid().flatten()) + dice.item()
+    txt = entropy.sum().item() / tokens
     losses = sum(torch.stack(script.batch_loss(model, part, 7, tokens, args)) for part in micro_batches)
     assert losses.tolist() == pytest.approx([seg + 0.5 * txt, seg, txt], rel=1e-5)
 
@@ -308,14 +305,14 @@ def test_hausdorff_of_empty_and_shifted_masks():
 
 
 @torch.no_grad()
-def test_scores_match_numpy(model, sets, args):
+def test_scores_match_scikit_learn(model, sets, args):
     """Dice, IoU and positions of each row's mask."""
     scores, _ = script.evaluate(model, script.make_loader(sets["test"], args, 5), SimpleNamespace(batches=iter))
     assert [row["index"] for row in scores] == list(range(12))
     for row, item in zip(scores, sets["test"], strict=False):
         true, predicted = item["mask"].numpy(), model(script.collate(model.processor, [item]))[0][0].numpy() > 0
-        both, areas = (predicted & true).sum(), predicted.sum() + true.sum()
-        assert [row["dice"], row["iou"]] == pytest.approx([2 * both / areas, both / (areas - both)], abs=0.02)
+        expected = [score(true.ravel(), predicted.ravel()) for score in (f1_score, jaccard_score)]
+        assert [row["dice"], row["iou"]] == pytest.approx(expected, abs=0.02)
         assert row["position"] == position_of(true)
         assert row["position_accuracy_mask"] == (position_of(predicted) == position_of(true))
 
@@ -330,14 +327,11 @@ def test_table_shows_paired_gains_with_intervals():
     absent = [{"index": k, "dice": float(k == 1), "generated": answer} for k, answer in enumerate(answers)]
     others = {"rival/grey_threshold": rival, "rival/frequent_position": often, "absent": absent}
     metrics = report.print_table("test", scores, others, rows)
-    patients = [row.patient for row in rows]
-    gains = dice - other
-    expected = {
-        "rival/grey_threshold/dice_gain": (gains.mean(), *interval_of_mean(gains, patients, bounded=False)),
-        "dice": (dice.mean(), *interval_of_mean(dice, patients)),
-    }
-    for name, values in expected.items():
-        assert [metrics[f"test/{name}{end}"] for end in ("", "_low", "_high")] == pytest.approx(values)
+    gains, patients = dice - other, [row.patient for row in rows]
+    expected = gains.mean(), *interval_of_mean(gains, patients, bounded=False)
+    found = [metrics[f"test/rival/grey_threshold/dice_gain{end}"] for end in ("", "_low", "_high")]
+    assert found == pytest.approx(expected)
+    assert (metrics["test/dice_low"], metrics["test/dice_high"]) == pytest.approx(interval_of_mean(dice, patients))
     assert metrics["test/rival/frequent_position/position_accuracy_gain"] == 0.75
     # a distance is not negative, whatever its variance
     assert (metrics["test/hd95"], metrics["test/hd95_low"]) == (2.0, 0.0)
@@ -403,8 +397,7 @@ def test_predict(trained, run, data_root, tmp_path, capsys):
     assert "2 of 3 questions name none of the training's structures, or several" in out
     assert "names fibrosis and tumour; known are fibrosis, glioma, keratosis, meningioma, naevus, tumour" in out
     folder = trained / "predictions"
-    with open(folder / "predictions.csv") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(folder / "predictions.csv")
     assert [(Path(row["image"]).stem, row["question"]) for row in rows] == asked[:3]
     assert [row["named"] for row in rows] == [*named.values()]
     assert [Image.open(folder / row["mask"]).size for row in rows] == [(60, 33), (48, 48), (48, 48)]
@@ -412,9 +405,8 @@ def test_predict(trained, run, data_root, tmp_path, capsys):
         mask = np.asarray(Image.open(folder / row["mask"])) > 0
         assert row["mask_position"] == (position_of(mask) or "")
         assert row["agree"] == str(position_in(row["answer"]) == position_of(mask))
-    before = (folder / "predictions.csv").read_bytes()
     run("--output_dir", trained, "--predict", tmp_path / "case.png", "--question", "Where?")
-    assert (folder / "predictions.csv").read_bytes() == before
+    assert read_csv(folder / "predictions.csv") == rows
     assert (trained / "predictions_2" / "predictions.csv").exists()
 
 
@@ -491,7 +483,6 @@ def write_set(root: Path, *more: str) -> Path:
     [
         ("ct/val_images/9.png", "ct/val_masks/9.png", r"ct\\val_masks\\9.png"),
         ("images_and_masks/ct/val_images/9.png", "images_and_masks/ct/val_masks/9.png", "ct/val_masks/9.png"),
-        ("data/ct/val_images/9.png", "data/ct/val_masks/9.png", "ct/val_masks/9.png"),
         ("skin/val_images/I_9.jpg", "skin/val_masks/I_9_Segmentation.png", "skin/val_masks/I_9_Segmentation.png"),
         ("ct/val_images/a.1.dcm", "ct/val_masks/a.1.png", "ct/val_masks/a.1.png"),
         ("ct/val_images/shared.png", "ct/val_masks/9_liver.png", "ct/val_masks/9_liver.png"),
@@ -524,11 +515,9 @@ def test_all_bad_rows_are_listed(tmp_path, capsys):
 
 
 def test_patients_by_column_or_pattern(tmp_path):
-    shutil.copy(write_set(tmp_path) / "annotations/ct.csv", tmp_path / "annotations/mr.csv")
-    assert len(read_rows(tmp_path)) == 6
-    for column, pattern, patient in ((None, None, "p0"), ("image_name", None, "0.png"), (None, r"(\d)\.png", "0")):
-        rows = read_rows(tmp_path, ["mr"], column, pattern)
-        assert (len(rows), rows[0].modality, rows[0].patient) == (3, "mr", patient)
+    write_set(tmp_path)
+    for options, patient in (({"patient_column": "image_name"}, "0.png"), ({"patient_pattern": r"(\d)\.png"}, "0")):
+        assert read_rows(tmp_path, **options)[0].patient == patient
 
 
 def test_position_follows_the_bounding_box():
@@ -596,8 +585,7 @@ def test_masks_and_label_maps_are_distinguished(tmp_path):
     for path in tmp_path.iterdir():
         assert np.array_equal(open_mask(path), square(4, 4))
     for radius in (2, 9, 70):
-        disc = np.hypot(*(np.mgrid[:200, :200] - 100)) < radius
-        save(tmp_path / "a.jpg", disc)
+        save(tmp_path / "a.jpg", np.hypot(*(np.mgrid[:200, :200] - 100)) < radius)
         assert not annotations.is_label_map(np.asarray(Image.open(tmp_path / "a.jpg")))
     # the last is an image given as a mask
     for values in (TWO_LABELS, 100 * TWO_LABELS, TWO_LABELS + np.uint8(1), np.tile(np.arange(200), (200, 1))):
@@ -634,17 +622,15 @@ def test_data_check_warnings_name_their_rows(tmp_path, kind):
 def test_second_data_check_reads_only_changed_files(tmp_path):
     rows = read_rows(write_set(tmp_path))
     cache, image = tmp_path / "cache.json", tmp_path / "ct/train_images/0.png"
-    # a damaged cache is replaced
-    for damaged in ("{", '{"image a": [1]}'):
-        cache.write_text(damaged)
-        assert check_data(rows, None, cache)[1] == []
+    # the cache of another version is replaced
+    cache.write_text('{"image a": [1]}')
+    check_data(rows, None, cache)
     stat = image.stat()
     image.write_bytes(bytes(stat.st_size))
-    os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert check_data(rows, None, cache)[1] == []
-    os.utime(image)
     with pytest.raises(InputError, match="0.png cannot be opened"):
         check_data(rows, None, cache)
+    os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert check_data(rows, None, cache)[1] == []
 
 
 # --- preparation ------------------------------------------------------------------------------------------------------
@@ -654,8 +640,7 @@ def prepared(folder: Path, *flags: str, masks: str = "masks", split: str = "1,0,
     """Prepare folder/scans and folder/<masks> into folder/out; return the rows of its CSV."""
     paths = [str(folder / name) for name in ("scans", masks, "out")]
     prepare(prepare_args(["prs_med", *paths, "--split", split, *flags])[1])
-    with open(folder / "out/annotations/scans.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return read_csv(folder / "out/annotations/scans.csv")
 
 
 NAMES = {
@@ -669,19 +654,15 @@ NAMES = {
 
 def test_images_of_many_names_and_formats(tmp_path, capsys):
     for number, (corner, (image, mask)) in enumerate(NAMES.items()):
-        pixels, inside = picture(number), square(*corner)
-        save(tmp_path / "masks" / mask, inside.astype(np.uint16) if mask.endswith("tif") else inside)
-        if image == "q?":
-            save_dicom(tmp_path / "scans" / image, pixels)
-        else:
-            save(tmp_path / "scans" / image, pixels.astype(np.uint16) * 100 if image.endswith("tif") else pixels)
+        save(tmp_path / "masks" / mask, square(*corner))
+        write = save_dicom if image == "q?" else save
+        write(tmp_path / "scans" / image, picture(number))
     save(tmp_path / "scans/lonely.png", picture(9))
     save(tmp_path / "masks/astray.png", square(2, 2))
     table = prepared(tmp_path, "--structure", "lesion")
     out = capsys.readouterr().out
     assert f"left out, no mask of this name (1): {tmp_path}/scans/lonely.png\n" in out
     assert f"left out, no image of this name (1): {tmp_path}/masks/astray.png\n" in out
-    assert '--predict NEW_IMAGES --question "' in out
     rows = read_rows(tmp_path / "out")
     assert len(rows) == 5
     for entry, row in zip(table, rows, strict=True):
@@ -692,12 +673,11 @@ def test_images_of_many_names_and_formats(tmp_path, capsys):
         assert np.corrcoef(pixels.ravel(), picture(number).ravel())[0, 1] > 0.9
 
 
-@pytest.mark.parametrize("masks", ["masks", "scans"])
-def test_masks_name_their_structures(tmp_path, masks):
+def test_masks_beside_their_image_name_their_structures(tmp_path):
     save(tmp_path / "scans/a_1.png", picture(0))
     for name, corner in (("left_kidney_mask", (2, 2)), ("kidney", (26, 26))):
-        save(tmp_path / masks / f"a_1_{name}.png", square(*corner))
-    table = prepared(tmp_path, "--structure", "kidney", "left kidney", masks=masks)
+        save(tmp_path / f"scans/a_1_{name}.png", square(*corner))
+    table = prepared(tmp_path, "--structure", "kidney", "left kidney", masks="scans")
     left = {entry["position"]: "left kidney" in entry["question"] for entry in table}
     assert left == {"top left": True, "bottom right": False}
 
@@ -710,48 +690,33 @@ def test_label_map_becomes_masks(tmp_path):
     (tmp_path / "old.json").write_text(json.dumps({"labels": {str(value): name for name, value in names.items()}}))
     for labels in ("1=liver, 2 = cysts,3=-,4=speck", f"{tmp_path}/old.json", f"{tmp_path}/new.json"):
         table = prepared(tmp_path, "--labels", labels, "--overwrite")
-        for entry, name, value in zip(table, ("The cysts are", "The liver is"), (2, 1), strict=True):
-            assert entry["answer"].startswith(name) or "can be seen" in entry["answer"]
+        for entry, name, value in zip(table, ("cysts", "liver"), (2, 1), strict=True):
+            assert entry["structure"] == name
             assert np.array_equal(open_mask(tmp_path / "out" / entry["image_path"]), value == TWO_LABELS)
 
 
-def save_volume(path: Path, values: np.ndarray, affine: np.ndarray, codes: str) -> None:
-    """Save a NIfTI file with its axes reordered to `codes`, such as LPS."""
-    path.parent.mkdir(exist_ok=True)
-    turn = nibabel.orientations.ornt_transform(*map(nibabel.orientations.axcodes2ornt, ("RAS", codes)))
-    nibabel.save(nibabel.Nifti1Image(values, affine).as_reoriented(turn), path)
-
-
-@pytest.mark.parametrize("codes", ["RAS", "PIR"])
-def test_volume_slices_are_upright(tmp_path, codes):
-    """A lesion at the patient's right and front, in 12 of 20 slices 2.5 mm apart."""
-    labels = np.zeros((30, 36, 20), np.uint8)
-    labels[20:28, 24:34, 4:16] = 1
-    for name, values in (("scans", labels * 50.0 + np.arange(36)[:, None]), ("masks", labels)):
-        save_volume(tmp_path / name / "case.nii.gz", values, np.diag([1, 1, 2.5, 1]), codes)
-    table = prepared(tmp_path, "--structure", "lesion", "--slice_spacing", "5")
-    assert [entry["image_name"] for entry in table] == [f"case_s{n:03d}.png" for n in range(4, 16, 2)]
-    row = read_rows(tmp_path / "out")[0]
-    mask, pixels = open_mask(row.mask), np.asarray(Image.open(row.image))
-    expected = np.zeros((36, 30), bool)
-    expected[2:12, 2:10] = True
-    assert np.array_equal(mask, expected)
-    assert pixels[mask].min() > pixels[~mask].max()
-    assert pixels[0, -1] > pixels[-1, -1]
-
-
-def test_dicom_series_with_nifti_mask(tmp_path):
-    """The series is a folder with the mask's name; the two files order their axes differently."""
-    write_series(tmp_path / "scans/case", HU)
+@pytest.mark.parametrize(
+    ("kind", "flags", "window"),
+    [("nifti", [], np.percentile(HU, [0.5, 99.5])), ("dicom", ["--window", "0", "2000"], (-1000, 1000))],
+)
+def test_volume_slices_are_upright(tmp_path, kind, flags, window):
+    """The volume is a file, or a folder of slices, with the mask's name; the mask orders its axes differently."""
+    for folder in ("scans", "masks"):
+        (tmp_path / folder).mkdir()
+    if kind == "nifti":
+        save_nifti(tmp_path / "scans/case.nii.gz", "PIR")
+    else:
+        write_series(tmp_path / "scans/case", HU)
     labels = np.zeros(HU.shape, np.uint8)
-    labels[1:5, 1:5, 3:6] = 1
-    save_volume(tmp_path / "masks/case.nii.gz", labels, read_volume(tmp_path / "scans/case").affine, "LPS")
-    table = prepared(tmp_path, "--structure", "lesion", "--slice_spacing", "2", "--window", "0", "2000")
-    assert [entry["image_name"] for entry in table] == [f"case_s{n:03d}.png" for n in (3, 4, 5)]
+    labels[1:5, 1:5, 2:7] = 1
+    turned = nibabel.Nifti1Image(labels, AFFINE).as_reoriented(np.array([[1, -1], [0, 1], [2, 1]]))
+    nibabel.save(turned, tmp_path / "masks/case.nii.gz")
+    table = prepared(tmp_path, "--structure", "lesion", "--slice_spacing", "4", *flags)
+    assert [entry["image_name"] for entry in table] == [f"case_s{n:03d}.png" for n in (2, 4, 6)]
     row = read_rows(tmp_path / "out")[0]
     # the patient's right is on the left, the front at the top
-    pixels, mask = (array[::-1, ::-1, 3].T for array in (HU, labels))
-    assert np.abs(np.asarray(Image.open(row.image)) - np.interp(pixels, [-1000, 1000], [0, 255])).max() <= 1
+    pixels, mask = (array[::-1, ::-1, 2].T for array in (HU, labels))
+    assert np.abs(np.asarray(Image.open(row.image)) - np.interp(pixels, window, [0, 255])).max() <= 1
     assert np.array_equal(open_mask(row.mask), mask > 0)
 
 
@@ -793,57 +758,46 @@ def test_all_bad_files_are_listed_and_nothing_is_written(tmp_path, capsys):
     for flags, expected in trials.items():
         with pytest.raises(InputError, match=f"^{tmp_path}/.*: . files cannot be used, all listed above"):
             prepared(tmp_path, *flags.split())
-        lines = capsys.readouterr().out.splitlines()
+        out = capsys.readouterr().out
         for name, reason in expected.items():
-            assert any(name in line and reason in line and "; " in line for line in lines), (flags, name)
+            assert re.search(f"{name}.*{reason}.*; ", out)
     assert not any((tmp_path / "out").rglob("*"))
 
 
 # --- synthetic data and baselines -------------------------------------------------------------------------------------
 
 
-def test_synthetic_lesions_are_where_the_answers_say(sets):
-    for data in sets.values():
-        for row, item in zip(data.rows, data, strict=False):
-            assert ndimage.label(item["mask"])[1] == 1
-            assert position_in(row.answer) == item["position"] == position_of(item["mask"].numpy())
-
-
-def test_sample_data_depends_on_the_seed_alone(data_root, tmp_path, monkeypatch):
-    """The tiny models see training texts only: with test answers, ignoring the image would seem to work."""
+def test_tiny_models_see_training_texts_alone(tmp_path, monkeypatch):
+    """With test answers, ignoring the image would seem to work."""
     given = []
     monkeypatch.setattr(sample_data, "write_small_models", lambda out, pairs, *_: given.extend(pairs))
     sample_data.write_sample_data(tmp_path, num_train=6, num_val=3, num_test=6, image_size=48, seed=0)
-    for file in (path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()):
-        assert (tmp_path / file).read_bytes() == (data_root / file).read_bytes()
     rows = pd.concat(map(pd.read_csv, (tmp_path / "annotations").glob("*.csv")))
     rows = rows[rows["split"] == "train"]
     assert sorted(given) == sorted(zip(rows["question"], rows["answer"], strict=True))
 
 
-class Discs(list):
-    """Rows about a disc at the top left, grey 150 for a "cyst" and 90 for others; two more discs distract."""
+class Squares(list):
+    """Rows about a square at the top left, grey 150 for a "cyst" and 90 for others; two more squares distract."""
 
     def __init__(self, count: int, seed: int, structures: tuple[str, ...] = ("cyst", "node")):
-        self.rows, self.processor = [], SimpleNamespace(image_size=64)
+        self.rows, self.processor = [], SimpleNamespace(image_size=SIDE)
         rng = np.random.default_rng(seed)
-        y, x = np.mgrid[:64, :64]
         for k in range(count):
-            name, gray = structures[k % len(structures)], rng.integers(0, 40, (64, 64))
+            name, gray = structures[k % len(structures)], rng.integers(0, 40, (SIDE, SIDE))
             own, other = (150, 90) if name == "cyst" else (90, 150)
-            for center, grey in (((48, 16), 250), ((16, 48), other), ((16, 16), own)):
-                top, left = center + rng.integers(-4, 5, 2)
-                disc = (y - top) ** 2 + (x - left) ** 2 < 64
-                gray[disc] = grey + rng.integers(-5, 6)
+            for corner, grey in (((24, 4), 250), ((4, 24), other), ((4, 4), own)):
+                mask = square(*(corner + rng.integers(-2, 3, 2)))
+                gray[mask] = grey + rng.integers(-5, 6)
             answer = f"The {name} is in the top left."
             self.rows.append(Row("ct", f"{k}.png", "", "train", "Where?", answer, "", names=(name,)))
             pixels = torch.from_numpy(gray.astype(np.uint8)).expand(3, -1, -1)
-            self.append({"sam": pixels, "mask": torch.from_numpy(disc), "position": "top left"})
+            self.append({"sam": pixels, "mask": torch.from_numpy(mask), "position": "top left"})
 
 
 def test_baselines_find_each_structure():
     """A grey band and a forest find the structure; the mean mask overlaps by its position alone."""
-    scores = rivals.rival_scores(Discs(40, 0), Discs(10, 1))
+    scores = rivals.rival_scores(Squares(40, 0), Squares(10, 1))
     assert sorted(row["index"] for row in scores["grey_threshold"]) == list(range(10))
     mean = {name: {key: np.mean([row[key] for row in rows]) for key in rows[0]} for name, rows in scores.items()}
     assert mean["grey_threshold"]["dice"] > 0.99
@@ -854,14 +808,13 @@ def test_baselines_find_each_structure():
 
 
 def test_baselines_use_the_modality_of_an_untrained_structure():
-    scores = rivals.rival_scores(Discs(10, 0, ("node",)), Discs(4, 1, ("wart",)))
+    scores = rivals.rival_scores(Squares(10, 0, ("node",)), Squares(4, 1, ("wart",)))
     assert np.mean([row["dice"] for row in scores["grey_threshold"]]) > 0.99
-    assert rivals.key_of("ct", "The left kidney is there") == rivals.key_of("ct", "the kidney is there")
 
 
 def test_unet_learns_each_structure():
     """Structures that were not trained get no score, and torch's generator stays unchanged."""
-    train, held_out = Discs(40, 0), Discs(6, 1)
+    train, held_out = Squares(40, 0), Squares(6, 1)
     held_out.rows[5] = held_out.rows[5]._replace(names=("wart",))
     state = torch.get_rng_state()
     scores = unet_scores(train, held_out, held_out, 40, 0, torch.device("cpu"), "no", lambda: None)

@@ -90,13 +90,9 @@ def test_step_at_published_size(command, peak_gib):
     assert step["peak_gib"] == pytest.approx(peak_gib, rel=0.1 if "multi_view" in command else 0.01)
 
 
-@pytest.mark.parametrize(
-    ("script", "line"),
-    [("train_prs_med.py", "needs a GPU, or a C++ compiler"), ("examples/minimal.py", "has no largest_batch()")],
-)
-def test_missing_compiler_or_function(script, line, tmp_path):
-    done = rehearse(script, PATH="/nonexistent", XDG_CACHE_HOME=str(tmp_path), CXX="")
+def test_missing_compiler(tmp_path):
+    done = rehearse("train_prs_med.py", PATH="/nonexistent", XDG_CACHE_HOME=str(tmp_path), CXX="")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
-    assert line in done.stderr
+    assert "needs a GPU, or a C++ compiler" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import nibabel
 import numpy as np
@@ -29,7 +30,7 @@ from tasks.survival.data import (
 )
 from utils.cli import InputError
 from utils.sampler import permute
-from utils.stats import RESAMPLES
+from utils.stats import RESAMPLES, resample_cases
 
 YEARS = [1.0, 2.0, 3.0, 4.0, 5.0]
 CPU = torch.device("cpu")
@@ -59,11 +60,10 @@ def read_log(folder: Path) -> list[dict]:
 
 def fold(time, event) -> MultiGPUSurvivalDataset:
     """A data set with outcomes only."""
-    names = [f"t.csv:{row}" for row in range(len(time))]
-    blank = [""] * len(names)
-    table = pd.DataFrame(index=range(len(names)))
-    cohort = Cohort(names, np.array(names), blank, blank, np.asarray(time), np.asarray(event), table)
-    return MultiGPUSurvivalDataset(cohort, rows=np.arange(len(names)))
+    rows = np.arange(len(time))
+    names = rows.astype(str)
+    cohort = Cohort(names, names, names, names, np.asarray(time), np.asarray(event), pd.DataFrame(index=rows))
+    return MultiGPUSurvivalDataset(cohort, rows=rows)
 
 
 def make_cases(seed: int, count: int, latest: float) -> tuple:
@@ -116,7 +116,7 @@ def heart_attacks() -> tuple:
 
 def frame_of(x: np.ndarray, time: np.ndarray, event: np.ndarray) -> pd.DataFrame:
     """The data frame that lifelines expects."""
-    return pd.DataFrame(x, columns=list("abcdefg")[: x.shape[1]]).assign(time=time, event=event)
+    return pd.DataFrame(x).add_prefix("x").assign(time=time, event=event)
 
 
 def test_cox_fit_and_loss_match_lifelines(heart_attacks):
@@ -148,14 +148,14 @@ def test_ridge_penalty_maximizes_cross_validated_likelihood_of_lifelines(heart_a
     monkeypatch.setattr(script, "PENALTIES", [300.0, 30.0, 3.0, 0.3])
     cases = fold(time, event)
     part = data.assign_folds(cases.cohort.case, event, np.ones(120, bool), 5, seed=0)
-    likelihoods = []
+    frame, likelihoods = frame_of(x, time, event), []
     for penalty in script.PENALTIES:
         total = 0.0
         for left_out in range(1, 6):
-            known = frame_of(x, time, event)[part != left_out]
+            known = frame[part != left_out]
             model = CoxPHFitter(penalizer=penalty / len(known)).fit(known, "time", "event")
             model.penalizer = 0.0
-            total += model.score(frame_of(x, time, event), "log_likelihood") * 120
+            total += model.score(frame, "log_likelihood") * 120
             total -= model.score(known, "log_likelihood") * len(known)
         likelihoods.append(total)
     beta, penalty, likelihood = script.select_ridge(x, cases, 0)
@@ -187,9 +187,9 @@ def test_image_weight_matches_lifelines(heart_attacks):
 
 def test_forest_ranks_cases_better_than_the_best_column(heart_attacks):
     x, time, event = heart_attacks
-    sets = {name: fold(time[rows], event[rows]) for name, rows in (("train", slice(250)), ("val", slice(250, None)))}
-    sets["train"].columns, sets["val"].columns = x[:250], x[250:]
-    risk, _ = script.fit_baseline_models(sets, {})["forest"]
+    train, val = fold(time[:250], event[:250]), fold(time[250:], event[250:])
+    train.columns, val.columns = x[:250], x[250:]
+    risk, _ = script.fit_baseline_models({"train": train, "val": val}, {})["forest"]
     c_index, of_age = (report.concordance(values, time[250:], event[250:]) for values in (risk, x[250:, 0]))
     assert c_index > of_age > 0.65
 
@@ -229,7 +229,7 @@ def test_scores_match_scikit_survival():
     assert set(found) == {"c_index", "c_index_uno", "auc", "auc/1y", "auc/2y"}
 
 
-def test_intervals_and_paired_test_match_resampling_by_hand(capsys):
+def test_intervals_and_paired_test_match_resampling_by_hand():
     """Two rows of each patient are drawn together, and both models are scored on the same draws."""
     risk, time, event = (np.repeat(values, 2) for values in make_cases(3, 40, 8.0))
     other = risk + np.random.default_rng(0).normal(0, 0.7, 80)
@@ -237,7 +237,7 @@ def test_intervals_and_paired_test_match_resampling_by_hand(capsys):
     val.cohort.case = np.repeat(np.arange(40), 2)
     models = {"network": (risk, None), "other": (other, None)}
     found = report.print_table("", models, report.cases_of(val, None), {"val": val, "train": val}, [])
-    draws = np.random.default_rng(0).multinomial(40, np.full(40, 1 / 40), RESAMPLES).repeat(2, axis=1)
+    draws = resample_cases(val.cohort.case, np.zeros(80)).astype(int)
     one, two = (
         np.array([report.concordance(*(np.repeat(v, draw) for v in (values, time, event))) for draw in draws])
         for values in (risk, other)
@@ -247,19 +247,16 @@ def test_intervals_and_paired_test_match_resampling_by_hand(capsys):
         assert (found[f"{name}_low"], found[f"{name}_high"]) == pytest.approx((low, high), abs=1e-6)
     p = 2 * min((one <= two).mean(), (one >= two).mean()) + 1 / RESAMPLES
     assert found["val/rival/other/p"] == pytest.approx(p, abs=0.002)
-    assert f"network {found['val/c_index']:.3f} (" in re.sub(" +", " ", capsys.readouterr().out)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
 def test_deterministic_max_pooling_matches_torch():
-    for shape in ((7, 8, 9), (1, 2, 3)):
-        x = torch.randn(2, 3, *shape, requires_grad=True)
-        ours, theirs = script.MaxPool3d()(x), nn.MaxPool3d(3, 2, 1)(x)
-        assert torch.equal(ours, theirs)
-        weights = torch.randn_like(ours)
-        assert torch.allclose(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (ours, theirs)))
+    x = torch.randn(2, 3, 7, 8, 9, requires_grad=True)
+    pooled = script.MaxPool3d()(x), nn.MaxPool3d(3, 2, 1)(x)
+    assert torch.equal(*pooled)
+    assert torch.allclose(*(torch.autograd.grad((values**2).sum(), x)[0] for values in pooled))
 
 
 def test_log_hazards_are_distinct_in_bf16():
@@ -271,25 +268,26 @@ def test_log_hazards_are_distinct_in_bf16():
     assert len(risks.unique()) == 96
 
 
-@pytest.mark.parametrize("shortcut", ["A", "B"])
-def test_medicalnet_weights_are_loaded_and_trained(tmp_path, shortcut):
+def test_medicalnet_weights_are_loaded_and_trained(tmp_path):
+    """Also through type A shortcuts."""
     from monai.networks.nets import resnet10
 
     net = resnet10(
-        spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, shortcut_type=shortcut,
+        spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, shortcut_type="A",
         widen_factor=8 / 64, conv1_t_stride=2,
     )  # fmt: skip
     saved = {f"module.{name}": value for name, value in net.state_dict().items()}
     path = tmp_path / "resnet_10.pth"
     torch.save({"state_dict": saved}, path)
-    words = ["--init", "pretrained", "--pretrained_path", path, "--stem_stride", 2]
-    model = script.build_model(parse(*words, "--norm", "batch"), "no", CPU)
+    args = parse("--init", "pretrained", "--pretrained_path", path, "--stem_stride", 2, "--norm", "batch")
+    model = script.build_model(args, "no", CPU)
     assert all(torch.equal(value, saved[f"module.{name}"]) for name, value in model.backbone.state_dict().items())
     nn.init.ones_(model.head.weight)
     model({"image": torch.rand(2, 1, 12, 12, 8)}).sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.backbone.parameters() if parameter.dim() > 1)
+    args.base_channels = 16
     with pytest.raises(InputError, match="weights of another net .*check --resnet"):
-        script.build_model(parse(*words, "--norm", "batch", "--base_channels", "16"), "no", CPU)
+        script.build_model(args, "no", CPU)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -314,23 +312,23 @@ def tuned(made, trained, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("micro_batch", [6, 2])
-def test_step_equals_one_pass_over_the_global_batch(trained, made, tmp_path, micro_batch):
-    """With one micro-batch and with three, loss and gradient are those of the whole batch's risk sets."""
+def test_step_equals_one_pass_over_the_global_batch(trained, made, tmp_path, monkeypatch):
+    """With three micro-batches, loss and gradient are those of the whole batch's risk sets."""
+    begin = Mock(wraps=script.begin_training)
+    monkeypatch.setattr(script, "begin_training", begin)
     words = ["--init", "pretrained", "--pretrained_path", trained / "model.safetensors", "--no-augment"]
-    args = parse("--csv_path", made / "dataset.csv", *words, "--output_dir", tmp_path, "--max_steps", 1, "--lr", 0.01)
-    cohort = read_cohort(args.csv_path)
-    train, val = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)
-    cases = script.read_inputs(cohort, [], np.append(train, val), args, train).sets({"train": train}, args)["train"]
-    batch = default_collate([cases[row] for row in permute(np.arange(6), 32, 0, 0).tolist()])
-    model = script.build_model(args, "no", CPU, columns=6)
-    model.linear.copy_(torch.from_numpy(script.select_ridge(cases.columns[train].astype(float), cases, 0)[0]))
-    loss = script.cox_loss(model(batch), batch["time"], batch["event"])
-    norm = torch.stack([part.norm() for part in torch.autograd.grad(loss, list(model.parameters()))]).norm()
-    args.effective_batch_size, args.batch_size = 6, micro_batch
+    words += ["--effective_batch_size", 6, "--batch_size", 2, "--max_steps", 1]
+    args = parse("--csv_path", made / "dataset.csv", *words, "--output_dir", tmp_path)
     script.run_task(args, RANKS)
+    _, after_step, _, sets, *_ = begin.call_args.args
+    batch = default_collate([sets["train"][row] for row in permute(np.arange(6), 32, 0, 0).tolist()])
+    model = script.build_model(args, "no", CPU, columns=6)
+    model.linear.copy_(after_step.linear)
+    loss = script.cox_loss(model(batch), batch["time"], batch["event"])
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
     logged = read_log(tmp_path)[0]
-    assert (logged["train/lr"], logged["train/events"]) == (0.01, batch["event"].sum())
+    assert logged["train/events"] == batch["event"].sum()
     assert (logged["train/loss"], logged["train/grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-4)
 
 
@@ -360,12 +358,8 @@ def test_freeze_epochs_trains_only_the_head(trained, tuned):
     assert not torch.equal(start["head.weight"], frozen["head.weight"])
 
 
-def test_summary_has_the_baseline_models(trained, tuned, made, tmp_path):
+def test_other_run_is_compared_on_the_same_cases(trained, tuned, made, tmp_path):
     summary, other = load_json(trained / "summary.json"), load_json(tuned / "summary.json")
-    for name in ("kaplan_meier", "clinical", "image_numbers", "clinical_and_image_numbers"):
-        for key in ("c_index", "c_index_low", "c_index_high", "above_low", "above_high", "p", "ibs"):
-            assert f"val/rival/{name}/{key}" in summary
-    assert summary["val/rival/kaplan_meier/c_index"] == 0.5
     assert other["val/rival/other_run/c_index"] == pytest.approx(summary["val/c_index"])
     words = ["--rival_run", trained, "--fold_column", "Fold_2", "--output_dir", tmp_path]
     with pytest.raises(InputError, match="other validation cases than this run; give both the same fold"):
@@ -387,48 +381,38 @@ def test_untrained_model_is_the_best_cox_model(made, table, tmp_path):
         best = max(models, key=lambda name: models[name]["likelihood"])
         for name in ("c_index", "c_index_uno", "auc", "ibs"):
             assert summary[f"val/{name}"] == pytest.approx(summary[f"val/rival/{best}/{name}"], abs=1e-9)
-        assert summary[f"val/rival/{best}/above_low"] == summary[f"val/rival/{best}/above_high"] == 0
     go("--predict", tmp_path / "d.csv", "--output_dir", tmp_path / "none")
     assert len(pd.read_csv(tmp_path / "none/predictions_d.csv")["S(3y)"]) == 40
 
 
-def test_image_weight_comes_from_unseen_cases(made, tmp_path):
+def test_image_weight_comes_from_unseen_cases(made, tmp_path, monkeypatch):
     """The inner folds' networks predict it; --eval_only and --predict use the same weight."""
-    run, words = tmp_path, ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path, "--clinical_columns", "Age"]
+    estimate = Mock(wraps=script.estimate_image_weight)
+    monkeypatch.setattr(script, "estimate_image_weight", estimate)
+    words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path, "--clinical_columns", "Age"]
     go(*words, "--inner_folds", 2, "--lr", 0.02)
-    saved = torch.load(run / "best.pt")
-    summary, baseline = load_json(run / "summary.json"), load_json(run / "baseline.json")
-    cohort = read_cohort(made / "dataset.csv")
-    train, _ = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)
-    inputs = script.read_inputs(cohort, saved["columns"], np.arange(40), parse())
-    cases = inputs.sets({"train": np.arange(40)}, parse())["train"]
-    batch = default_collate([cases[row] for row in range(40)])
-    image, unseen = np.zeros(40), []
-    for folder in (run / "inner_1_of_2", run / "inner_2_of_2"):
+    x, image, cases, cox_model = estimate.call_args.args
+    batch = default_collate([cases[number] for number in range(32)])
+    for folder in tmp_path.glob("inner_*_of_2"):
         inner = torch.load(max(folder.glob("step_*.pt")))
-        left_out = [row for row in train if cohort.case[row] not in inner["trained_cases"]]
-        network = script.build_model(parse(), "no", CPU, inputs.columns.shape[1], inner).eval()
+        left_out = ~np.isin(cases.cohort.case[cases.rows], list(inner["trained_cases"]))
+        network = script.build_model(parse(), "no", CPU, x.shape[1], inner).eval()
         network.linear.zero_()
         with torch.no_grad():
             found = network(batch).numpy()[left_out]
-        image[left_out] = found - found.mean()
-        unseen += left_out
-    assert sorted(unseen) == sorted(train)
-    cases.rows, x, image = train, inputs.columns[train].astype(float), image[train]
-    cox_model = max(saved["cox_models"].values(), key=lambda model: model["likelihood"])
-    linear, weight, chi2 = script.estimate_image_weight(x, image, cases, cox_model).values()
-    assert (summary["val/image_weight"], summary["val/image_chi2"]) == pytest.approx((weight, chi2), rel=1e-4)
-    assert baseline["linear"] == pytest.approx(linear, rel=1e-4)
-    weights = load_file(run / "model.safetensors")
-    assert weights["image_weight"] == baseline["image_weight"]
+        assert len(found) == 16
+        assert image[left_out] == pytest.approx(found - found.mean(), abs=1e-6)
+    linear, weight, chi2 = estimate(x, image, cases, cox_model).values()
+    summary, baseline = load_json(tmp_path / "summary.json"), load_json(tmp_path / "baseline.json")
+    assert (summary["val/image_weight"], summary["val/image_chi2"]) == (weight, chi2)
+    assert (baseline["image_weight"], baseline["linear"]) == (weight, linear)
+    assert load_file(tmp_path / "model.safetensors")["image_weight"] == weight
     go(*words, "--eval_only")
-    again = load_json(run / "eval_val.json")
+    again = load_json(tmp_path / "eval_val.json")
     assert {name: summary[name] for name in again} == pytest.approx(again, abs=1e-9)
-    go("--predict", made / "dataset.csv", "--output_dir", run)
-    own = pd.read_csv(run / "predictions.csv").set_index("case")
-    written = pd.read_csv(run / "predictions_dataset.csv").set_index("case").loc[own.index]
-    for name in ("log_hazard", "of_columns", "of_image", "percentile", "S(3y)"):
-        assert np.allclose(written[name], own[name], atol=1e-5)
+    go("--predict", made / "dataset.csv", "--output_dir", tmp_path)
+    own, written = (pd.read_csv(tmp_path / f"predictions{end}.csv").set_index("case") for end in ("", "_dataset"))
+    assert np.allclose(written["log_hazard"][own.index], own["log_hazard"], atol=1e-5)
     # percentiles come from the unseen predictions of the training cases
     risk = x @ linear + weight * image
     assert np.median(risk - risk.mean()) == pytest.approx(baseline["percentiles"][50], abs=1e-4)
@@ -445,18 +429,13 @@ def test_validation_fold_does_not_leak_into_the_model(table, tmp_path):
     rows = table["case_num"].isin(changed)
     table.loc[rows, "time"] = np.arange(300, 300 + rows.sum()).astype(str)
     table.loc[rows, ["Age", "NumLesion"]] = ["99", "77"]
-    for row in np.flatnonzero(rows):
-        volume = nibabel.load(table["NIFTI Path"][row])
-        nibabel.save(nibabel.Nifti1Image(volume.get_fdata() + 500, volume.affine), tmp_path / f"{row}.nii.gz")
-        table.loc[row, "NIFTI Path"] = str(tmp_path / f"{row}.nii.gz")
+    table.loc[rows, "NIFTI Path"] = table["NIFTI Path"][rows].iloc[0]
     table.to_csv(tmp_path / "d.csv", index=False)
     go("--csv_path", tmp_path / "d.csv", *words, tmp_path / "b")
     second = pd.read_csv(tmp_path / "b/predictions.csv").set_index("case")
     assert first.drop(changed.astype(int)).equals(second.drop(changed.astype(int)))
     assert not first["log_hazard"].equals(second["log_hazard"])
     assert load_json(tmp_path / "a/baseline.json") == load_json(tmp_path / "b/baseline.json")
-    saved = [torch.load(max((tmp_path / name).glob("step_*.pt"))) for name in "ab"]
-    assert all(saved[0][name] == saved[1][name] for name in ("columns", "cox_models"))
 
 
 def test_prediction_of_a_table(trained, table, tmp_path, capsys):
@@ -468,28 +447,24 @@ def test_prediction_of_a_table(trained, table, tmp_path, capsys):
     # log-hazards are relative to the mean training patient
     assert own.query("fold == 'train'")["log_hazard"].mean() == pytest.approx(0, abs=1e-9)
     own = own.query("fold == 'val'")
-    output = []
-    for name in ("other", "new"):
+    for name in ("new", "other"):
         go("--predict", tmp_path / f"{name}.csv", "--output_dir", trained)
-        output.append(capsys.readouterr().out)
         written = pd.read_csv(trained / f"predictions_{name}.csv")
         for column in ("log_hazard", "S(3y)", "percentile"):
             assert np.allclose(written[column], own[column])
+    output = capsys.readouterr().out
     c_index = load_json(trained / "summary.json")["val/c_index"]
-    assert f"8 with outcomes, {(val['event'] == '1').sum()} events: C {c_index:.3f} (" in output[0]
+    assert f"8 with outcomes, {(val['event'] == '1').sum()} events: C {c_index:.3f} (" in output
     survived = report.kaplan_meier(*own[["time_years", "event"]].to_numpy().T, 3)
-    assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{1 - survived:.3f}$", output[0], re.M)
-    assert "with outcomes" not in output[1]
-    assert "warning: voxel sizes vary by more than 10 %" in output[0]
+    assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{1 - survived:.3f}$", output, re.M)
+    assert "warning: voxel sizes vary by more than 10 %" in output
 
 
 def test_survival_curves_belong_to_the_weights_used(tuned, made, capsys):
     """Only the weights that the run ended with, best.pt, have S(t)."""
-    best = torch.load(tuned / "best.pt", weights_only=True)
-    scores = {line["step"]: line["val/c_index"] for line in read_log(tuned) if "val/c_index" in line}
-    assert load_json(tuned / "baseline.json")["step"] == best["step"]
-    assert best["position"]["best"] == scores[best["step"]] == max(scores.values())
-    other = next(path for path in sorted(tuned.glob("step_*.pt")) if int(path.stem[5:]) != best["step"])
+    best = torch.load(tuned / "best.pt", weights_only=True)["step"]
+    assert load_json(tuned / "baseline.json")["step"] == best
+    other = next(path for path in sorted(tuned.glob("step_*.pt")) if int(path.stem[5:]) != best)
     go("--predict", made / "dataset.csv", "--output_dir", tuned, "--resume_from", other)
     output = capsys.readouterr().out
     assert "warning: 32 of these cases have names that were trained on" in output
@@ -515,7 +490,6 @@ def test_cross_validation(made, tmp_path, capsys):
 
     words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "cv", "--clinical_columns", "Age"]
     go(*words, "--lr", 0.02, "--folds", 2, "--repeats", 2, "--stratum_column", "Sex")
-    shown = capsys.readouterr().out
     summary = load_json(tmp_path / "cv/summary.json")
     folders = [tmp_path / f"cv/repeat_{repeat}/fold_{fold}" for repeat in (1, 2) for fold in (1, 2)]
     scores = [load_json(folder / "summary.json")["val/c_index"] for folder in folders]
@@ -523,8 +497,6 @@ def test_cross_validation(made, tmp_path, capsys):
     assert scores == pytest.approx([log[-1] for log in logs])
     assert summary["val/c_index"] == pytest.approx(np.mean(scores))
     cases = pd.read_csv(tmp_path / "cv/cross_validation.csv")
-    assert sorted(cases["case"].tolist()) == sorted([*range(1, 41)] * 2)
-
     # the mean of both repeats is scored over the same pairs within folds
     cases["mean"] = cases.groupby("case")["log_hazard"].transform("mean")
     cases["sex"] = pd.read_csv(made / "dataset.csv").set_index("case_num")["Sex"][cases["case"]].to_numpy()
@@ -540,8 +512,6 @@ def test_cross_validation(made, tmp_path, capsys):
         assert summary[f"{key}/c_index_pooled"] == pytest.approx(pooled(risk, ["repeat", "fold"]))
         within = pooled(risk, ["repeat", "fold", "sex"])
         assert summary[f"{key}/c_index_pooled_within_strata"] == pytest.approx(within)
-        assert f"{summary[f'{key}/c_index_pooled']:.3f} ({summary[f'{key}/c_index_pooled_low']:.3f}, " in shown
-    assert f"{summary['val/rival/clinical/above_low']:+.3f}, {summary['val/rival/clinical/above_high']:+.3f}" in shown
 
     go("--predict", made / "dataset.csv", "--output_dir", tmp_path / "cv")
     assert "40 cases, 4 models" in capsys.readouterr().out
@@ -574,12 +544,11 @@ def test_flags(capsys):
 def test_column_names_time_units_and_missing_outcomes(read, table):
     days = read(table)
     assert np.allclose(days.time, table["time"].astype(float) / 365.25, rtol=1e-12)
-    assert days.event.tolist() == (table["event"] == "1").tolist()
     other = table.assign(time=table["time"].astype(float) / 30, event="1", dead=table["event"])
     other = other.rename(columns={"case_num": "MRN", "NIFTI Path": "Image_Path", "time": "Months"})
     months = read(other, time_unit="months", time_column="months", event_column="Dead")
     assert np.allclose(months.time / days.time, 365.25 / 12 / 30)
-    assert months.event.tolist() == days.event.tolist()
+    assert months.event.tolist() == (table["event"] == "1").tolist()
     assert (months.case.tolist(), months.path) == (table["case_num"].tolist(), table["NIFTI Path"].tolist())
     assert np.isnan(read(table.assign(time="NA", event=""), outcome=False).time).all()
 
@@ -587,10 +556,8 @@ def test_column_names_time_units_and_missing_outcomes(read, table):
 @pytest.mark.parametrize(
     ("rows", "column", "value", "message"),
     [
-        ([2], "time", "", "d.csv:4: time '' days, .*must be 0 to 120 years, .* see --time_unit"),
         ([2], "NIFTI Path", "../../x.nii", "d.csv:4: .*lies outside .*; give the folder that holds it with --data_dir"),
         (range(40), "Fold_1", "test", "0 rows in the training fold.*check --fold_column"),
-        (range(40), "event", "0", "no event before the last"),
         ([0, 2], "case_num", "1", "case 1 is in the training and the validation fold"),
         ([0, 2], "NIFTI Path", "scans/a", "volume .*scans/a is in the training and the validation fold"),
     ],
@@ -635,10 +602,9 @@ def test_labels_of_a_fold_column(read, table):
 
 
 def test_encoding_of_columns_matches_values_by_hand(read, table):
-    table = table.iloc[:6].assign(age=["50", "60", "", "70", "1000", "x"], stage=["I", "II", "NA", "I", "III", "II"])
-    table = table.drop(columns="Age")
+    table = table.iloc[:6].assign(years=["50", "60", "", "70", "1000", "x"], stage=["I", "II", "NA", "I", "III", "II"])
     cohort = read(table.iloc[:5])
-    columns = fit_columns(cohort, ["Age", "stage"], np.arange(4))
+    columns = fit_columns(cohort, ["Years", "stage"], np.arange(4))
     sd = math.sqrt(200 / 3)
     expected = [
         [-10 / sd, 0, 1, 0, 0, 0],
@@ -648,10 +614,8 @@ def test_encoding_of_columns_matches_values_by_hand(read, table):
         [940 / sd, 0, 0, 0, 1, 0],
     ]
     assert np.allclose(encode_columns(cohort, columns), expected, atol=1e-6)
-    with pytest.raises(InputError, match=r"d.csv:7: age 'x' is no number, as it is in training"):
+    with pytest.raises(InputError, match=r"d.csv:7: years 'x' is no number, as it is in training"):
         encode_columns(read(table), columns)
-    with pytest.raises(InputError, match="d.csv:1: no column 'stage'"):
-        encode_columns(read(table.drop(columns="stage").iloc[:5]), columns)
 
 
 def test_columns_with_too_many_levels_or_wrong_cells(read, table, capsys):
@@ -663,16 +627,17 @@ def test_columns_with_too_many_levels_or_wrong_cells(read, table, capsys):
     output = capsys.readouterr().out
     assert "d.csv:9: age 'y' is no number, as most are" in output
     assert "age_de has 40 levels in 40 rows: an id, or numbers? ('40 J.'); correct it, join levels" in output
-    with pytest.raises(InputError, match=r"d.csv:5, .*d.csv:9, ...: 2 cells cannot be used"):
-        encode_columns(cohort, [{"name": "age", "mean": 60, "sd": 10}])
 
 
 def test_all_unusable_rows_are_listed(read, table, capsys):
-    table.loc[[2, 5], "event"] = ["dead", "2"]
+    table.loc[2, "event"] = "dead"
+    table.loc[5, "time"] = ""
     table.loc[6, "NIFTI Path"] = ""
     with pytest.raises(InputError, match=r"d.csv:4, .*d.csv:7, .*d.csv:8, ...: 3 rows cannot be used, all listed"):
         read(table)
-    assert "d.csv:8: no path in column 'nifti path'; fill it in" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert re.search("d.csv:7: time '' days, .*must be 0 to 120 years, .* see --time_unit", output)
+    assert "d.csv:8: no path in column 'nifti path'; fill it in" in output
 
 
 # --- volumes ----------------------------------------------------------------------------------------------------------
@@ -688,14 +653,10 @@ def save_volume(path: Path, values: np.ndarray, affine: np.ndarray | None = None
 
 
 def test_volume_settings(tmp_path):
-    values = 2 * noise(8, 10, 12)
-    path = save_volume(tmp_path / "a.nii.gz", values[..., None], np.diag([-2.0, 1, 3, 1]))
-    plain = Volumes(image_size=(8, 10, 12), orientation=None).load(path)
-    assert plain.dtype == torch.float16
-    assert np.allclose(plain[0], np.clip((values + 1000) / 2000, 0, 1), atol=1e-3)
-    window = Volumes(image_size=(8, 10, 12), hu_window=(0, 100), orientation="LAS").load(path)
+    values = noise(8, 10, 12)
+    path = save_volume(tmp_path / "a.nii.gz", values, np.diag([2.0, 1, 3, 1]))
+    window = Volumes(image_size=(8, 10, 12), hu_window=(0, 100)).load(path)
     assert np.allclose(window[0], np.clip(values / 100, 0, 1), atol=1e-3)
-    assert torch.equal(Volumes(image_size=(8, 10, 12)).load(path), plain.flip(1))
     # voxel centres span 9 mm along y, in steps of 2 mm, and 33 mm along z, in steps of 1 mm
     volume, _ = Volumes(spacing=(2.0, 2.0, 1.0))._open(path, "bilinear")
     assert tuple(volume.shape) == (1, 8, 6, 34)
@@ -710,12 +671,12 @@ def test_disk_cache_notices_changes(tmp_path, monkeypatch):
     path, hu = str(tmp_path / "scan"), noise(8, 8, 8)
     write_series(tmp_path / "scan", hu, (0.5, 0.5, 2.5))
     volumes = Volumes(image_size=(8, 8, 8), cache_dir=str(tmp_path / "cache"))
-    first, measurements = volumes.load(path), volumes.load(path, measurements=True)
+    first = volumes.load(path)
     assert np.allclose(first[0], (hu + 1000) / 2000, atol=1e-3)
     with monkeypatch.context() as unread:
         unread.delattr(Volumes, "_open")
         assert torch.equal(volumes.load(path), first)
-        assert torch.equal(volumes.load(path, measurements=True).nan_to_num(), measurements.nan_to_num())
+        assert volumes.load(path, measurements=True)[8:11].tolist() == pytest.approx([0.5, 0.5, 2.5])
     write_series(tmp_path / "scan", -hu, (0.5, 0.5, 2.5))
     assert np.allclose(volumes.load(path)[0], (1000 - hu) / 2000, atol=1e-3)
     volumes.hu_window = (0, 9)
@@ -727,17 +688,15 @@ def test_mask_crops_or_becomes_a_channel(tmp_path):
     mask = np.zeros((20, 20, 20), np.uint8)
     mask[8:11, 9:12, 4:6] = 1
     affine = np.diag([1.0, 2, 1, 1])
-    path, name = (save_volume(tmp_path / f"{i}.nii.gz", array, affine) for i, array in enumerate((values, mask)))
+    path, name = save_volume(tmp_path / "a.nii.gz", values, affine), str(tmp_path / "turned.nii.gz")
+    # the mask's file has other axes
+    turn = nibabel.orientations.ornt_transform(*map(nibabel.orientations.axcodes2ornt, ("RAS", "PIR")))
+    nibabel.save(nibabel.Nifti1Image(mask, affine).as_reoriented(turn), name)
     # 3 mm are 3, 2 and 3 voxels; the box is cut off at the edge of the volume
     cropped = Volumes(image_size=(9, 7, 8), mask_mode="crop", mask_margin=3).load(path, name)
     assert np.allclose(cropped[0], np.clip((values[5:14, 7:14, 1:9] + 1000) / 2000, 0, 1), atol=1e-3)
-    with_channel = Volumes(image_size=(20, 20, 20), mask_mode="channel")
-    channels = with_channel.load(path, name)
+    channels = Volumes(image_size=(20, 20, 20), mask_mode="channel").load(path, name)
     assert np.array_equal(channels[1], mask)
-    # a file with other axes holds the same mask
-    turn = nibabel.orientations.ornt_transform(*map(nibabel.orientations.axcodes2ornt, ("RAS", "PIR")))
-    nibabel.save(nibabel.Nifti1Image(mask, affine).as_reoriented(turn), tmp_path / "turned.nii.gz")
-    assert torch.equal(with_channel.load(path, str(tmp_path / "turned.nii.gz")), channels)
     # an empty or missing mask crops nothing
     volumes = Volumes(image_size=(20, 20, 20), mask_mode="crop")
     assert torch.equal(volumes.load(path, save_volume(tmp_path / "e.nii.gz", 0 * mask, affine)), channels[:1])
@@ -747,46 +706,41 @@ def test_mask_crops_or_becomes_a_channel(tmp_path):
 
 
 def test_measurements_of_a_volume(tmp_path):
-    """Calcium with two parts (26 neighbours), on voxels of 2 mm3."""
-    values = np.zeros((8, 8, 8), np.int16)
-    values[1, 1, 1] = values[2, 2, 2] = values[6, 6, 6] = 131
-    values[4, 4, 4] = 130
-    path = save_volume(tmp_path / "a.nii.gz", values, np.diag([1.0, 2, 1, 1]))
-    mask = save_volume(tmp_path / "m.nii.gz", (values > 0).astype(np.uint8), np.diag([1.0, 2, 1, 1]))
-    found = Volumes(image_size=(8, 8, 8)).load(path, mask, measurements=True)
-    assert found[:4].tolist() == pytest.approx([math.log1p(6), math.log1p(2), 523 / 512, math.log(8)])
-    assert found[6:8].tolist() == pytest.approx([523 / 4, math.sqrt(3) / 4])
-    # from corner to corner
-    assert found[5].exp() == pytest.approx(math.hypot(6, 12, 6))
-    assert Volumes(image_size=(8, 8, 8)).load(path, measurements=True)[3:8].isnan().all()
-
-
-def test_measurements_of_a_ball():
-    """Voxels have a different size along each axis; the tolerance is that of voxels."""
-    voxel = np.array([0.5, 1.0, 0.8])
-    axes = [np.arange(count) * size for count, size in zip((60, 30, 40), voxel, strict=True)]
-    inside = sum((axis - 14) ** 2 for axis in np.meshgrid(*axes, indexing="ij")) < 10**2
-    volume, surface, diameter, *_ = data.measure_mask(torch.zeros(inside.shape), torch.from_numpy(inside), voxel)
-    assert math.exp(volume) == pytest.approx(4 / 3 * math.pi * 10**3, rel=0.02)
-    assert math.exp(surface) == pytest.approx(4 * math.pi * 10**2, rel=0.1)
-    assert math.exp(diameter) == pytest.approx(20, rel=0.07)
+    """A ball with two calcified parts (26 neighbours), on voxels with a different size along each axis."""
+    affine = np.diag([0.5, 1.0, 0.8, 1.0])
+    points = np.moveaxis(np.indices((60, 30, 40)), 0, -1) @ affine[:3, :3]
+    ball = np.linalg.norm(points - 14, axis=-1) < 10
+    values = np.zeros(ball.shape, np.int16)
+    values[28, 14, 17] = values[29, 15, 18] = values[20, 10, 20] = 131
+    values[24, 10, 20] = 130
+    path = save_volume(tmp_path / "a.nii.gz", values, affine)
+    mask = save_volume(tmp_path / "m.nii.gz", ball.astype(np.uint8), affine)
+    volumes = Volumes(image_size=(8, 8, 8))
+    found = volumes.load(path, mask, measurements=True)
+    assert found[:3].tolist() == pytest.approx([math.log1p(3 * 0.4), math.log1p(2), values.mean()])
+    # the tolerances are those of voxels
+    volume, surface, diameter = found[3:6].exp()
+    assert volume == pytest.approx(4 / 3 * math.pi * 10**3, rel=0.02)
+    assert surface == pytest.approx(4 * math.pi * 10**2, rel=0.1)
+    assert diameter == pytest.approx(20, rel=0.07)
+    assert found[6:8].tolist() == pytest.approx([values[ball].mean(), values[ball].std()])
+    assert volumes.load(path, measurements=True)[3:8].isnan().all()
 
 
 def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path, capsys):
-    """Constant, 4D and truncated files are listed; empty masks are counted."""
-    for row, values in ((7, np.zeros((4, 4, 6))), (9, np.random.default_rng(0).random((4, 4, 6, 2)))):
-        table.loc[row, "NIFTI Path"] = save_volume(tmp_path / f"{row}.nii.gz", values)
-    truncated = tmp_path / "11.nii.gz"
-    truncated.write_bytes(Path(table["NIFTI Path"][11]).read_bytes()[:200])
-    table.loc[11, "NIFTI Path"] = str(truncated)
+    """Constant and truncated files are listed; empty masks are counted."""
+    table.loc[7, "NIFTI Path"] = save_volume(tmp_path / "const.nii.gz", np.zeros((4, 4, 6)))
+    truncated = tmp_path / "truncated.nii.gz"
+    truncated.write_bytes(Path(table["NIFTI Path"][9]).read_bytes()[:200])
+    table.loc[9, "NIFTI Path"] = str(truncated)
     table.loc[0, "heart_mask"] = ""
     cohort = read(table, mask_column="heart_mask")
     flags = parse("--image_size", 8, 8, 8, "--mask_column", "heart_mask")
-    with pytest.raises(InputError, match=r"d.csv:9, .*d.csv:11, .*d.csv:13, ...: 3 volumes cannot be used, all listed"):
+    with pytest.raises(InputError, match=r"d.csv:9, .*d.csv:11, ...: 2 volumes cannot be used, all listed"):
         script.read_inputs(cohort, [], np.arange(40), flags)
     listed = capsys.readouterr().out.splitlines()
-    assert listed[0].endswith("7.nii.gz cannot be used (holds one value everywhere); replace it or remove the row")
-    assert re.search(rf"d.csv:13: {truncated}: cannot be used \(.+\); correct or replace it$", listed[2])
+    assert listed[0].endswith("const.nii.gz cannot be used (holds one value everywhere); replace it or remove the row")
+    assert re.search(rf"d.csv:11: {truncated}: cannot be used \(.+\); correct or replace it$", listed[1])
     dataset = MultiGPUSurvivalDataset(cohort, rows=np.arange(40), volumes=Volumes((8, 8, 8), mask_mode="crop"))
     # in a batch, the case has an error and no image
     assert "d.csv:11: " in dataset[9]["error"]
@@ -796,16 +750,15 @@ def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path, capsy
     assert "1 of 3 cases have no mask, or an empty one, and are taken whole" in capsys.readouterr().out
 
 
-def test_augmentation_depends_on_seed_epoch_and_case():
-    images = torch.arange(4 * 4 * 3.0).reshape(1, 1, 4, 4, 3).repeat(2, 1, 1, 1, 1)
-    both = data.augment(images, [5, 9], seed=1, epoch=2)
-    assert torch.equal(both[1:], data.augment(images[1:], [9], seed=1, epoch=2))
-    assert not torch.equal(*both)
-    # 4 quarter turns, each with or without a mirror image and an upside-down one
-    seen = {str(data.augment(images[:1], [5], seed=1, epoch=epoch).tolist()) for epoch in range(60)}
-    assert len(seen) == 16
+def test_augmentation_varies_with_epoch_and_case():
+    """4 quarter turns, each with or without a mirror image and an upside-down one."""
+    image = torch.arange(4 * 4 * 3.0).reshape(1, 1, 4, 4, 3)
+    of_epochs = [data.augment(image, [5], seed=1, epoch=epoch)[0] for epoch in range(99)]
+    of_cases = data.augment(image.repeat(200, 1, 1, 1, 1), range(200), seed=1, epoch=2)
+    for seen in (of_epochs, of_cases):
+        assert len({str(turned.tolist()) for turned in seen}) == 16
     # no quarter turns if X differs from Y
-    assert data.augment(images[..., :2, :], [5, 9], 1, 2).shape == (2, 1, 4, 2, 3)
+    assert data.augment(image[..., :2, :], [5], 1, 2).shape == (1, 1, 4, 2, 3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -816,29 +769,17 @@ def test_smart_cache_loads_each_case_equally_often(made, workers, monkeypatch):
     smart = MultiGPUSurvivalDataset(made / "dataset.csv", volumes=volumes, **options)
     assert (len(smart), smart.replaced_per_epoch) == (10, 4)
     loader = du.create_distributed_dataloader(smart, batch_size=4, num_workers=workers)
-    load, loaded, windows = Volumes.load, [], []
+    load, loaded, cached = Volumes.load, [], []
     monkeypatch.setattr(Volumes, "load", lambda self, *words: loaded.append(words) or load(self, *words))
     for epoch in range(8):
         loader.batch_sampler.set_position(epoch)
         batches = list(loader)
         rows = [row for batch in batches for row in batch["index"].tolist()]
-        windows.append(set(smart.rows_of(range(10), epoch).tolist()))
-        assert sorted(rows) == sorted(windows[-1])
-        if epoch in (0, 7):
-            images = torch.cat([batch["image"] for batch in batches])
-            assert all(torch.equal(i, load(volumes, smart.cohort.path[r])) for r, i in zip(rows, images, strict=True))
+        images = torch.cat([batch["image"] for batch in batches])
+        assert all(torch.equal(i, load(volumes, smart.cohort.path[r])) for r, i in zip(rows, images, strict=True))
+        cached += rows
     # the window moves by 4 of 32 cases, so in 8 epochs every case is cached for 2 or 3 epochs
-    assert {sum(row in window for window in windows) for row in smart.rows} == {2, 3}
+    assert len(cached) == 8 * 10
+    assert {cached.count(row) for row in smart.rows} == {2, 3}
     # a volume is loaded only when it enters the cache
     assert workers or len(loaded) == 10 + 7 * 4
-
-
-def test_sample_data_has_its_risk_in_the_shape_of_the_lesions(tmp_path, capsys):
-    """Number, volume and Agatston score predict little."""
-    sample_data.write_sample_data(tmp_path, 60, event_rate=0.4, matrix=16, seed=0)
-    line = capsys.readouterr().out.partition("patients of")[2]
-    true_risk, age, *of_lesions = map(float, re.findall(r"0\.\d+", line))
-    assert true_risk > 0.8 > 0.75 > age > 0.6
-    assert len(of_lesions) == 3
-    assert max(of_lesions) < 0.7
-    assert read_cohort(tmp_path / "dataset.csv").event.mean() == pytest.approx(0.4, abs=0.02)

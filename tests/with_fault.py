@@ -10,7 +10,6 @@ drift         one weight changes slightly after the step
 hang          sleep before the step
 hang_inside   sleep between the forward and the backward pass
 slow_loader   the batch never arrives; in a single process it is 2 s late
-loop          run an endless loop before the step
 stop          stop itself by SIGSTOP
 segv          crash in C code
 die           kill itself by SIGKILL
@@ -60,15 +59,10 @@ def heartbeat(run: loop.Run, place: str) -> None:
     if place.startswith("step") and is_here(run):
         if KIND == "hang":
             time.sleep(10_000)
-        if KIND == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if KIND == "loop":
-            while True:
-                pass
         if KIND == "segv":
             ctypes.string_at(0)
-        if KIND == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if KIND in ("stop", "die"):
+            os.kill(os.getpid(), signal.SIGSTOP if KIND == "stop" else signal.SIGKILL)
 
 
 def fetch(training: loop.Training, *options) -> tuple:

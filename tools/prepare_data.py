@@ -33,7 +33,7 @@ def parse_args(words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 if __name__ == "__main__":
-    # if transformers imports DeepSpeed, DS_ACCELERATOR=cpu keeps DeepSpeed from printing that it is searching for a GPU
+    # keep DeepSpeed, which transformers may import, from printing a message about its search for a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     MODULE, ARGS = parse_args(sys.argv[1:])
     run_main(MODULE.prepare, ARGS)

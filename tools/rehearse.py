@@ -3,15 +3,15 @@
 python -m tools.rehearse train_prs_med.py --gpu_memory 80
 python -m tools.rehearse train_prs_med.py --gpu_memory 24 --batch_size 2 --gradient_checkpointing --world_size 4
 
-All other flags are those of the training script. The step runs on torch's fake tensors, which have a shape, a dtype and
-a device but no memory; the simulation does not cover kernel workspaces, NCCL buffers, fragmentation or time. Model
-folders need only a config.json; if no model folder is set, the step uses the published model. A machine without a GPU
-needs a C++ compiler.
+All other flags are those of the training script. The simulation uses torch's fake tensors, which need no memory; a
+machine without a GPU needs a C++ compiler. Kernel workspaces, NCCL buffers, fragmentation and time are not simulated.
 
-The training script is imported as a module and must define parse_args(words), build_model(args, precision, device),
-make_optimizer(model, args), largest_batch(model, size) and trial_step(model, batch, args). largest_batch() returns the
-`size` samples that need the most memory; trial_step() runs the forward and backward pass of one micro-batch. A script
-that derives settings from the hardware also defines fill_settings(args, world_size, memory, compute, node).
+A training script must define these functions; fill_settings() is optional:
+
+    parse_args(words), build_model(args, precision, device), make_optimizer(model, args)
+    largest_batch(model, size)        returns the `size` samples that need the most memory
+    trial_step(model, batch, args)    runs the forward and backward pass of one micro-batch
+    fill_settings(args, world_size, memory, compute, node)    derives settings from the hardware
 """
 # ruff: noqa: E402
 
@@ -37,16 +37,14 @@ from utils.cli import InputError, Parser, RunError, print_error, real, run_main,
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-# Folders in configs/models that contain the config.json and tokenizer of published models: DEFAULT_MODELS for model
-# flags that are not set, ON_THE_HUB for names on the Hugging Face hub.
+# folders in configs/models: DEFAULT_MODELS for model flags that are not set, ON_THE_HUB for hub names
 DEFAULT_MODELS = {"vlm_path": "llava_med_v1.5_mistral_7b", "sam_path": "sam_vit_base"}
 ON_THE_HUB = {
     "facebook/convnext-base-224": "convnext_base",
     "facebook/dinov3-convnext-base-pretrain-lvd1689m": "dinov3_convnext_base",
     "emilyalsentzer/Bio_ClinicalBERT": "bio_clinicalbert",
 }
-# GPU memory needed in addition to the tensors: MARGIN_SHARE of the tensors' memory for fragmentation, and MARGIN_BYTES
-# for NCCL, cuDNN and cuBLAS.
+# memory outside torch's tensors: a share for fragmentation, and bytes for NCCL, cuDNN and cuBLAS
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 1.5e9
 
 
@@ -66,8 +64,8 @@ def parse_args() -> tuple[Namespace, list[str]]:
 def load_fake_cuda() -> ctypes.CDLL | None:
     """Load tools/fake_cuda.cpp, a CUDA device that does nothing; return None if the machine has a GPU.
 
-    The file is compiled once per torch installation. Call this function before torch is imported, because torch looks
-    up its CUDA hooks during the import. Raises InputError if there is no compiler or the compilation fails.
+    Call this function before torch is imported, because torch looks up its CUDA hooks during the import. Raises
+    InputError if the compilation fails.
     """
     try:
         count = ctypes.c_int(0)
@@ -88,7 +86,6 @@ def load_fake_cuda() -> ctypes.CDLL | None:
         compiler = next(filter(None, map(shutil.which, names)), None)
         if compiler is None or sys.platform == "win32":
             raise InputError("needs a GPU, or a C++ compiler (g++ or clang++) on Linux or macOS; install one")
-        # the process id makes the file name unique, because other processes may be compiling too
         temporary = library.with_suffix(f".{os.getpid()}")
         command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", str(source)]
         command += ["-o", str(temporary), f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib", "-lc10"]
@@ -124,9 +121,9 @@ from utils.engine import make_engine
 
 
 def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
-    """Return a convolution's backward FLOPs: its forward FLOPs times the number of gradients needed (input, weight).
+    """Return a convolution's backward FLOPs: its forward FLOPs times the number of gradients needed.
 
-    torch's own formula overcounts grouped convolutions, because it applies each group's weight to all channels.
+    torch's own formula overcounts grouped convolutions.
     """
     transposed, wanted = options[4], options[7]
     positions = math.prod((images if transposed else gradient).shape[2:])
@@ -134,16 +131,12 @@ def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
 
 
 def attention_flops(query, key, value, *_, **__) -> int:
-    """Return the FLOPs of attention's two matrix products: queries by keys, and scores by values."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
 
 
 def attention_backward_flops(_, query, key, value, *__, **___) -> int:
-    """Return the FLOPs of attention's backward pass, which consists of five matrix products.
-
-    One product recomputes the attention scores; the others compute two gradients for each product of the forward pass.
-    """
+    """Return the FLOPs of five matrix products: the recomputed scores and four gradients."""
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
 
@@ -159,9 +152,8 @@ for kernel in ("flash", "efficient", "cudnn"):
 class Trace(TorchDispatchMode):
     """Records the memory, FLOPs and host-device syncs of GPU operations inside a FakeTensorMode.
 
-    Operations on CPU tensors are executed as usual. now, peak: current and peak number of bytes in GPU tensors. flops:
-    FLOPs of matrix products, convolutions and attention; a multiply-add counts as 2. syncs: {cause and source line:
-    number of host-device syncs}. An operation whose output size depends on values on the GPU raises RunError.
+    flops: a multiply-add counts as 2. syncs: {cause and source line: count}. Raises RunError for an operation whose
+    output size depends on values on the GPU.
     """
 
     def __init__(self):
@@ -173,7 +165,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.ops.prim.device.default:
-            # a shortcut for prim.device, which torch's C++ code calls very often
+            # shortcut, because torch's C++ code calls prim.device very often
             return args[0].device
         name = function.overloadpacket.__name__
         inputs = find_tensors((*args, *kwargs.values()))
@@ -181,7 +173,7 @@ class Trace(TorchDispatchMode):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
 
-        # fake tensors have no values, so reading a value returns a plausible constant
+        # fake tensors have no values, so return a plausible constant
         if name in ("_local_scalar_dense", "equal"):
             self.syncs[f"item() in {caller_line()}"] += 1
             return name == "equal" or {torch.bool: False}.get(inputs[0].dtype, 1)
@@ -209,7 +201,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Count the bytes of a tensor storage, rounded up to torch's 512-byte blocks, until the storage is freed."""
+        """Count the bytes of a tensor storage, in torch's 512-byte blocks, until the storage is freed."""
         key = storage._cdata
         if key not in self.sizes:
             self.sizes[key] = math.ceil(storage.nbytes() / 512) * 512
@@ -243,7 +235,7 @@ def caller_line() -> str:
 
 
 def convert(module: nn.Module, function, recurse: bool = True) -> nn.Module:
-    """Apply a function as nn.Module._apply does, but create new parameters: fake tensors cannot be swapped in place."""
+    """Replacement for nn.Module._apply that creates new parameters: fake tensors cannot be swapped in place."""
     for child in module.children() if recurse else ():
         convert(child, function)
     for name, parameter in module._parameters.items():
@@ -263,7 +255,7 @@ def enable_fake_gpu() -> torch.device:
     if FAKE_CUDA:
         FAKE_CUDA.use_fake_cuda()
     else:
-        # creating a tensor on the real GPU initializes CUDA, which the autograd engine requires
+        # initialize CUDA, which the autograd engine requires
         torch.empty(1, device="cuda")
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     patches = {
@@ -306,8 +298,7 @@ def main(args: Namespace) -> None:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = sum(parameter.nbytes for parameter in trained)
 
-        # Create the optimizer state and the gradients. With accumulation, gradients already exist during the second
-        # micro-batch; DDP keeps the gradients allocated all the time, as views of its buckets.
+        # create the optimizer state and the gradients; gradient accumulation and DDP keep gradients allocated
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -323,12 +314,11 @@ def main(args: Namespace) -> None:
             script.trial_step(model, batch, settings)
         engine.update(0.0)
 
-    # Activation memory is proportional to the micro-batch size. With one process and no accumulation, a smaller
-    # micro-batch would require accumulation, which keeps the gradients allocated during the forward pass.
     activations = trace.peak - persistent
     margin = MARGIN_SHARE * trace.peak + MARGIN_BYTES
     available = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - persistent
     fits = activations <= available
+    # a smaller micro-batch would require gradient accumulation, which keeps gradients allocated
     if accumulation == world_size == 1:
         available -= gradients
     largest = max(math.floor(available * size / activations), size * fits, 0)
@@ -355,7 +345,7 @@ def main(args: Namespace) -> None:
         "largest_batch": largest,
     }
     print(json.dumps(result), flush=True)
-    # skip Python's shutdown, during which torch's threads for the fake GPU would abort the process
+    # skip Python's shutdown, because torch's threads for the fake GPU would abort the process
     os._exit(0)
 
 

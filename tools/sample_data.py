@@ -28,6 +28,6 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # if transformers imports DeepSpeed, DS_ACCELERATOR=cpu keeps DeepSpeed from printing that it is searching for a GPU
+    # keep DeepSpeed, which transformers may import, from printing a message about its search for a GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main(sys.argv[1:])

@@ -4,10 +4,9 @@ python -m tools.verify runs/a runs/b                     compare metrics.jsonl, 
 python -m tools.verify runs/a runs/b --tolerance 1e-6    allow relative differences of up to 1e-6
 python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 in a scratch folder, and compare the logs
 
-Exit codes: 0 equal, 1 different, 2 invalid input. Timings are ignored. Repeated steps start from the newest checkpoint
-before them. With --steps, start the tool in the folder where the run was started, because data paths may be relative.
-The repeated steps give the same bits on the same machine if the run used --deterministic, or if the number of processes
-and threads is the same.
+Exit codes: 0 equal, 1 different, 2 invalid input. Timings are ignored. With --steps, run this tool in the folder where
+the run was started, because data paths may be relative. The section "The same bits" in docs/running.md says when
+repeated steps are bit-identical.
 """
 
 import filecmp
@@ -23,10 +22,8 @@ from pathlib import Path
 from utils.cli import InputError, Parser, read_config, real, run_main, step_range
 
 ROOT = Path(__file__).resolve().parents[1]
-# name endings of metrics that depend on the machine's load, not on the computation
 TIMING_SUFFIXES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
-# flags in args.yaml that are dropped when steps are repeated; --wandb would log the repeated steps to the original
-# run's Weights & Biases project
+# --wandb would log the repeated steps to the original run's Weights & Biases project
 NOT_REPEATED = ("resume_from", "overwrite", "eval_only", "predict", "profile", "wandb")
 
 
@@ -42,15 +39,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-# --- comparison -------------------------------------------------------------------------------------------------------
-
-
 def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in a run folder.
-
-    Raises InputError if the file is missing or is a symbolic link, because the folder is untrusted and a link may point
-    anywhere.
-    """
+    """Return folder / name. Raises InputError if the file is missing or a symbolic link: the folder is untrusted."""
     path = folder / name
     if path.is_symlink() or not path.is_file():
         raise InputError(f"{path}: no such file; give the folder of a run")
@@ -95,7 +85,7 @@ def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
     for row, (a, b) in enumerate(zip(one, other, strict=False), start=1):
         for name in a | b:
             x, y = a.get(name, "nothing"), b.get(name, "nothing")
-            # comparing by repr distinguishes 0.0 from -0.0 and treats NaN as equal to NaN
+            # repr distinguishes 0.0 from -0.0 and treats NaN as equal to NaN
             if repr(x) != repr(y):
                 first = first or f"line {row}, step {a['step']}: {name} is {x!r} and {y!r}"
                 largest = max(largest, relative_difference(x, y))
@@ -120,9 +110,6 @@ def same_weights(folders: list[Path], tolerance: float) -> bool:
     return same or tolerance > 0
 
 
-# --- repeated steps ---------------------------------------------------------------------------------------------------
-
-
 def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
     from utils.checkpoint import read_run_id, read_seal
 
@@ -143,9 +130,8 @@ def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
 def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]:
     """Repeat steps first..last of a run in a scratch folder; return the original and the new log lines of these steps.
 
-    The run folder is untrusted. Only two things from it reach the process that repeats the steps: a copy of a
-    checkpoint, from which scripts load nothing but tensors and numbers, and the flags in args.yaml, which the script's
-    parser checks. Commands, program paths and environment variables are never taken from the run folder.
+    The run folder is untrusted: the new process gets only a copied checkpoint and the flags in args.yaml. The script's
+    parser checks these flags.
     """
     flags = read_config(str(find_file(folder, "args.yaml")))
     scripts = {path.name: path for path in (*ROOT.glob("*.py"), *ROOT.glob("examples/*.py"))}
@@ -159,8 +145,7 @@ def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]
 
     with tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         scratch = Path(scratch)
-        # flags in a --config file are checked like those on a command line; the flags in `command` take precedence over
-        # the file
+        # the flags in `command` take precedence over this file
         config = scratch / "flags.json"
         config.write_text(json.dumps({flag: flags[flag] for flag in flags if flag not in NOT_REPEATED}))
         command = [sys.executable, scripts[name], "--config", config]
@@ -172,7 +157,7 @@ def repeat(folder: Path, first: int, last: int) -> tuple[list[dict], list[dict]]
             # the script has already printed why it failed
             sys.exit(code)
         repeated = read_log(scratch / "run")
-    # --max_steps forces an evaluation and a log line at the last step; drop either if the original log lacks it
+    # --max_steps forces a log line and an evaluation at the last step; drop lines that the original log lacks
     kinds = [line.keys() for line in lines if line["step"] == last]
     again = [line for line in repeated if line["step"] < last or line.keys() in kinds]
     return lines, [line for line in again if line["step"] >= first]

@@ -1,4 +1,4 @@
-"""Helpers shared by the scripts. Every command imports this package first, so it reports a missing environment."""
+"""Helpers shared by all scripts. Importing this package without torch exits with a hint to set up the environment."""
 
 import importlib.util
 import sys

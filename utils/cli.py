@@ -1,6 +1,6 @@
-"""The command line of all scripts: argument types, common flags, --config files, one-line error messages.
+"""Command line of all scripts: argument types, common flags, --config files and error messages.
 
-torch is not imported here, so that `--help` and flag errors appear immediately.
+This module does not import torch, so --help and flag errors appear immediately.
 """
 
 import argparse
@@ -19,21 +19,15 @@ from pathlib import Path
 
 
 class InputError(Exception):
-    """Raised when the user's flags, files or data are unusable.
-
-    run_main() prints the message on one line and exits with code 2.
-    """
+    """Raised for unusable flags, files or data; run_main() exits with code 2."""
 
 
 class RunError(Exception):
-    """Raised when the run cannot continue: the disk is full, memory has run out, or training has diverged.
-
-    run_main() prints the message on one line and exits with code 1.
-    """
+    """Raised when a run cannot continue, for example on a full disk; run_main() exits with code 1."""
 
 
 def is_first_process() -> bool:
-    """Return whether this process is rank 0; also works before the process group is created."""
+    """Return whether this process is rank 0, even before the process group is created."""
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
@@ -42,10 +36,10 @@ def first_line(error: BaseException) -> str:
 
 
 def refuse(problems: list[str], what: str) -> None:
-    """Raise InputError if `problems` is not empty; rank 0 first prints all problems if there are several.
+    """Raise InputError if there are problems; rank 0 first prints all of them if there are several.
 
-    problems: messages of the form "file: what is wrong; what to do". what: words that follow the number of problems in
-    the error message, such as "rows cannot be used".
+    problems: messages like "file: what is wrong; what to do". what: end of the error message after the number of
+    problems, such as "rows cannot be used".
     """
     if len(problems) > 1:
         if is_first_process():
@@ -57,7 +51,6 @@ def refuse(problems: list[str], what: str) -> None:
 
 
 def with_flags(args: argparse.Namespace, **values) -> argparse.Namespace:
-    """Return a copy of parsed flags in which `values` replace some flags; the original is never modified."""
     return argparse.Namespace(**vars(args) | values)
 
 
@@ -120,16 +113,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser with a --config flag; on an error, only rank 0 prints one line, and the exit code is 2.
-
-    Every flag needs a default, because a script must run without any flags.
-    """
+    """ArgumentParser with a --config flag. On an error, rank 0 prints one line and every rank exits with code 2."""
 
     def __init__(self, doc: str, sections: tuple[str, ...] = ()):
-        """doc: text for --help (a one-line description, then examples).
-
-        sections: keys of a --config file whose values are groups of flags.
-        """
+        """doc: description in one line, then examples. sections: config-file keys that hold groups of flags."""
         description, _, examples = doc.partition("\n")
         super().__init__(description=description, epilog=examples, allow_abbrev=False, formatter_class=HelpFormatter)
         self.add_argument(
@@ -158,12 +145,12 @@ class Parser(argparse.ArgumentParser):
         if args.config:
             path = args.config
             if path.startswith("config/") and not Path(path).exists():
-                # the published training guide for the cascade refers to configs/ as config/
+                # the published training guide writes config/ instead of configs/
                 path = path.replace("config/", "configs/", 1)
-            # The command line alone was parsed without errors, so any further error is in the config file. The flags of
-            # the file come first, so that the command line takes precedence.
+            # the command line has already been parsed without errors, so any error here is in the config file
             self.source = f"{path}: "
             try:
+                # command-line flags come last, so they override the config file
                 args = self.parse_args([*self.config_words(path), *words])
             except InputError as error:
                 sys.exit(print_error(error))
@@ -172,11 +159,9 @@ class Parser(argparse.ArgumentParser):
         if trains and getattr(args, "wandb", None) and importlib.util.find_spec("wandb") is None:
             self.error("--wandb: it is not installed; pip install -r requirements-wandb.txt")
         if getattr(args, "deterministic", False):
-            # a workspace of fixed size makes cuBLAS sum in a fixed order; cuBLAS reads CUBLAS_WORKSPACE_CONFIG when
-            # torch first uses it
+            # makes cuBLAS deterministic; must be set before torch first uses cuBLAS
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         if getattr(args, "profile", None):
-            # suppress the log messages of torch's profiler
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         return args
 
@@ -186,7 +171,7 @@ class Parser(argparse.ArgumentParser):
         return {action.dest for action in actions if action}
 
     def config_words(self, path: str) -> list[str]:
-        """Convert a config file to command-line arguments, so that its values go through the same checks as flags."""
+        """Convert a config file to command-line arguments, so its values are checked like flags."""
         words = []
         values = read_config(path)
         for section in self.sections:
@@ -197,10 +182,10 @@ class Parser(argparse.ArgumentParser):
         for key, value in values.items():
             flag = f"--{key}"
             if key == "script":
-                # a run's args.yaml may be used as a config file; its key `script` names the script and is not a flag
+                # the args.yaml of a run is a valid config file, but its key `script` is not a flag
                 continue
             if value is False and flag in self._option_string_actions:
-                # flags without a --no- form are off by default, so the value false adds nothing to the command line
+                # a flag without a --no- form is off by default, so `false` needs no argument
                 if f"--no-{key}" in self._option_string_actions:
                     words.append(f"--no-{key}")
             elif isinstance(value, bool):
@@ -212,10 +197,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_config(path: str) -> dict:
-    """Read a mapping from a YAML or JSON file; JSON may contain // comments.
-
-    Raises InputError if the file cannot be read, is not valid, or does not contain a mapping.
-    """
+    """Read a mapping from a YAML or JSON file (// comments allowed). Raises InputError if the file is unusable."""
     import yaml
 
     try:
@@ -243,11 +225,10 @@ def add_common_arguments(
     batch_of_all: bool = False,
     least_epochs: int = 1,
 ) -> None:
-    """Add the flags that all scripts share; flag names from the published training guides are accepted as synonyms.
+    """Add the flags that all scripts share, with names from the published training guides as aliases.
 
-    num_epochs: default of --num_epochs; None for a script that counts steps and has no such flag. batch_of_all: whether
-    --batch_size is the total over all GPUs, as in the published guide for the survival task, instead of the number of
-    samples per GPU. least_epochs: smallest --num_epochs allowed.
+    num_epochs: default of --num_epochs; None leaves the flag out. batch_of_all: --batch_size counts samples over all
+    GPUs instead of per GPU. least_epochs: minimum of --num_epochs.
     """
     parser.usage = "%(prog)s [--config FILE] [flags]"
     advanced = parser.advanced.add_argument
@@ -279,14 +260,14 @@ def add_common_arguments(
     add("--keep_last", type=whole(1), default=2, help="number of checkpoints to keep besides best.pt")
 
     add = parser.add_argument_group("optimization").add_argument
-    text, product = "samples PER GPU and forward pass; fixed for the run", "batch size x accumulation x GPUs"
+    text, product = "samples PER GPU in a forward pass; fixed for the run", "batch size x accumulation x GPUs"
     if batch_of_all:
-        text = "samples over ALL GPUs and forward pass; with --effective_batch_size: PER GPU"
+        text = "samples over ALL GPUs in a forward pass; with --effective_batch_size: PER GPU"
         product = "batch size x accumulation"
     add("--batch_size", "--train_batch_size", type=whole(1), default=batch_size, help=text)
     text = "forward passes PER GPU in one optimizer step"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
-    text = f"global batch: samples of a step over ALL GPUs; default: {product} at the first start"
+    text = f"global batch: samples over ALL GPUs in an optimizer step; default: {product} at the first start"
     add("--effective_batch_size", type=whole(1), metavar="N", help=text)
     text = "peak learning rate before any scaling"
     add("--learning_rate", "--lr", type=real(0, above=True), default=learning_rate, help=text)
@@ -311,9 +292,9 @@ def add_common_arguments(
     add(
         "--deterministic",
         action="store_true",
-        help="same bits at any number of processes on one kind of device; slower",
+        help="bit-identical results for any number of processes on the same kind of device; slower",
     )
-    text = "write a trace of steps A to B, to open in ui.perfetto.dev"
+    text = "write a profiler trace of steps A to B for ui.perfetto.dev"
     add("--profile", type=step_range, metavar="A:B", help=text)
 
     add = parser.add_argument_group("logging and launch").add_argument
@@ -335,21 +316,19 @@ def print_error(error: Exception) -> int:
     first = is_first_process()
     if first:
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-    # Launchers kill all ranks as soon as one rank exits, so the other ranks wait until rank 0 has printed the error.
-    # srun returns the largest exit code of all ranks: if SIGTERM killed a rank, its exit code would be 143, the code of
-    # a run that SLURM stopped at its time limit. So the signal handler makes a rank that receives SIGTERM exit with the
-    # code of this error.
+    # exit with `code` on SIGTERM: srun returns the largest exit code of all ranks, and 143 means a time limit
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if not first:
+        # launchers kill all ranks when one rank exits, so let rank 0 print the error first
         time.sleep(5)
     elif os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        # srun kills the other ranks when rank 0 exits; first give them time to install the SIGTERM handler
+        # srun kills the other ranks when rank 0 exits, so give them time to install the SIGTERM handler
         time.sleep(2)
     return code
 
 
 def launch_workers(world_size: int | None) -> None:
-    """With --world_size above 1, replace this process with torchrun, which starts `world_size` processes of the script.
+    """Restart the script under torchrun with `world_size` processes, if `world_size` is above 1.
 
     Does nothing in a process started by torchrun, or by srun as one of several tasks.
     """
@@ -357,7 +336,7 @@ def launch_workers(world_size: int | None) -> None:
         command = [sys.executable, str(Path(__file__).with_name("torchrun.py")), "--standalone"]
         command += [f"--nproc_per_node={world_size}", *sys.argv]
         if os.name == "nt":
-            # on Windows, os.execv would return to the prompt while the script is still running
+            # on Windows, os.execv would return to the prompt while the script still runs
             sys.exit(subprocess.call(command))
         os.execv(sys.executable, command)
 
@@ -368,7 +347,7 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
     except (InputError, RunError) as error:
         code = print_error(error)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
-        # skip Python's shutdown, during which torch 2.13's threads abort the process once in a few dozen runs
+        # skip Python's shutdown, during which threads of torch 2.13 sometimes abort the process
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -1,7 +1,6 @@
-"""Engines, which sum gradients over the ranks and update the weights.
+"""Training engines, which sum gradients over the ranks and update the weights.
 
-`make_engine` returns an `Engine` (DDP) or, with --deterministic, an `ExactEngine`. The DeepSpeed engine is in
-tasks/mimic_cxr/zero.py.
+The DeepSpeed engine is in tasks/mimic_cxr/zero.py.
 """
 
 import contextlib
@@ -24,9 +23,9 @@ from utils import checkpoint
 
 
 class Engine:
-    """Trains a model with a fused optimizer and AMP loss scaling, and with DDP if there are several processes.
+    """Trains a model with a fused optimizer, AMP loss scaling and, on several ranks, DDP.
 
-    model: the model without the DDP wrapper. wrapped: the module to call during training: DDP's wrapper or the model.
+    model: the model without the DDP wrapper. wrapped: the module to call during training.
     """
 
     # whether every rank must run the same number of forward passes in an optimizer step
@@ -42,10 +41,9 @@ class Engine:
         saved: dict | None = None,
         frozen: set[str] | None = None,
     ):
-        """Call on all ranks. saved: contents of the checkpoint to restore, if any.
+        """All ranks: create the engine. saved: contents of the checkpoint to restore, if any.
 
-        frozen: names of parameters to leave out of checkpoints; by default those that do not require gradients when the
-        engine is created.
+        frozen: names of parameters to leave out of checkpoints (default: parameters that do not require gradients).
         """
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
@@ -57,7 +55,7 @@ class Engine:
         if saved:
             checkpoint.load_trained(model, saved["model"])
         if args.compile:
-            # compiling in place does not change the names of the weights
+            # compile in place, which keeps the names of the weights
             model.compile()
         self.start(saved)
 
@@ -69,27 +67,27 @@ class Engine:
         self.wrap()
 
     def wrap(self) -> None:
-        """All ranks: prepare gradient sums for the trainable parameters. Call again when that set changes."""
+        """All ranks: set up the gradient sums over the ranks. Call again after freezing or unfreezing parameters."""
         self.close()
         self.wrapped = wrap_in_ddp(self.model, self.device)
 
     def close(self) -> None:
-        """Remove the DDP wrapper: two wrappers around one model would both all-reduce its gradients."""
+        """Remove the DDP wrapper, because two wrappers around one model would both all-reduce its gradients."""
         if self.wrapped is not self.model:
             self.wrapped = self.model
             gc.collect()
 
     @contextlib.contextmanager
     def around_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context manager for the passes of one micro-batch. last: whether to all-reduce the gradients after it."""
+        """Context manager for the passes of one micro-batch. last: whether to all-reduce the gradients afterwards."""
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        """Run the backward pass of `loss`, this rank's term of a loss that is summed over the ranks.
+        """Run the backward pass of this rank's loss.
 
-        gradient: the derivative of that sum with respect to `loss`.
+        gradient: derivative of the total loss over all ranks with respect to `loss`.
         """
         # undo DDP's averaging over the ranks
         loss.backward(self.scaler.scale(gradient * world()[1]))
@@ -106,25 +104,25 @@ class Engine:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif self.device.type == "cpu":
-            # reading the norm costs nothing on a CPU; found_inf would cost an operation for each parameter
+            # on a CPU, reading the norm is faster than using found_inf
             if math.isfinite(grad_norm):
                 optimizer.step()
         else:
-            # if found_inf is 1, a fused optimizer skips the step without host-device sync, as it does for GradScaler
+            # if found_inf is 1, a fused optimizer skips the step without host-device sync
             optimizer.grad_scale, optimizer.found_inf = None, 1.0 - grad_norm.isfinite().float()
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
     def weights(self) -> dict[str, Tensor]:
-        """All ranks: return the weights to save in a checkpoint; see checkpoint.trained_state."""
+        """All ranks: return the weights to save."""
         return checkpoint.trained_state(self.model, self.frozen)
 
     def state(self) -> dict:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def put_weights(self, weights: dict[str, Tensor]) -> None:
-        """All ranks: overwrite the model's weights before the final test; training must not continue afterwards."""
+        """All ranks: replace the model's weights. Training must not continue afterwards."""
         checkpoint.load_trained(self.model, weights)
 
 
@@ -139,23 +137,20 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
         model,
         device_ids=None if on_cpu else [device],
         gradient_as_bucket_view=True,
-        # keep DDP from rebuilding its gradient buckets after a process's first step: gloo's sum over three or more
-        # ranks depends on the buckets, so a resumed run would differ in the last bits
+        # Keep DDP from rebuilding its buckets after the first step. With gloo on 3 or more ranks, the sums depend on
+        # the buckets, so a resumed run would not be bit-identical.
         find_unused_parameters=on_cpu and world()[1] > 2,
     )
-    # an attribute, because torch 2.13 renamed the constructor's argument
+    # set as an attribute, because torch 2.13 renamed the constructor's argument
     wrapped.broadcast_buffers = False
     return wrapped
 
 
 class ExactEngine(Engine):
-    """Engine for --deterministic: instead of DDP, uses gradient sums that do not depend on the order of addition.
+    """Engine for --deterministic, with gradient sums that do not depend on the order of addition.
 
-    Each micro-batch's gradient is rounded once to multiples of 2**-40 in float64, as in round_for_exact_sum(). While
-    the sums stay below 2**13, additions are exact, so the result is bit-identical however the micro-batches are divided
-    among processes. The backward pass puts gradients into a flat buffer, which is divided into buckets; in the last
-    micro-batch of a rank, finished buckets are all-reduced while the backward pass continues. This sends twice as many
-    bytes as DDP, and the buffer takes as much memory as two float32 gradients.
+    Gradients are rounded and summed in float64, as in round_for_exact_sum(). During the last backward pass of a step,
+    finished gradient buckets are all-reduced.
     """
 
     bucket_bytes = 50 * 2**20
@@ -185,7 +180,7 @@ class ExactEngine(Engine):
     def around_micro_batch(self, last: bool) -> Iterator[None]:
         self.last = last
         self.missing = Counter(self.bucket_of.values())
-        # with fp16 the gradients are multiplied by the loss scale, so SHIFT must be multiplied, too
+        # with fp16, gradients are multiplied by the loss scale, so SHIFT must be multiplied too
         self.shift = self.scaler.scale(torch.full((), SHIFT, dtype=torch.float64, device=self.device))
         yield
 
@@ -197,7 +192,7 @@ class ExactEngine(Engine):
         self.views[parameter] += parameter.grad.reshape(-1).double().add_(self.shift).sub_(self.shift)
         parameter.grad = None
         self.missing[self.bucket_of[parameter]] -= 1
-        # every rank must start its all-reduces in the same order
+        # all ranks must start their all-reduces in the same order
         while self.last and len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
             self._send()
 
@@ -211,13 +206,13 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def finish_sum(self) -> None:
-        """All ranks, after the last micro-batch: set each parameter's grad to the sum over all micro-batches."""
+        """All ranks: set each parameter's grad to the sum over the micro-batches of all ranks."""
         while len(self.works) < len(self.buckets):
             self._send()
         for work in filter(None, self.works):
             work.wait()
         for parameter, view in self.views.items():
-            # fused optimizers need a gradient to have the same strides as its parameter
+            # fused optimizers need each gradient to have the strides of its parameter
             parameter.grad = torch.empty_like(parameter).copy_(view.view_as(parameter))
         self.flat.zero_()
         self.works = []

@@ -1,4 +1,4 @@
-"""Report this machine's hardware and suggest training settings by the rules of the MIMIC-CXR guide (guide 1).
+"""Report this machine's hardware and suggest training settings by the rules of the published MIMIC-CXR guide.
 
 python -m utils.hardware_utils
 """
@@ -14,8 +14,6 @@ import torch
 from hardware_utils import GIB, usable_cores
 from utils.cli import Parser, whole
 
-# --- hardware ---------------------------------------------------------------------------------------------------------
-
 
 def _read(path: Path) -> str:
     try:
@@ -25,22 +23,18 @@ def _read(path: Path) -> str:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the integers in a cgroup file, skipping `max` and -1, which mean that there is no limit."""
+    """Return the integers in a cgroup file, without -1 and `max`, which mean no limit."""
     return [int(word) for word in _read(path).split() if word.isdigit()]
 
 
 def _memory_groups(root: Path) -> list[Path]:
-    """Return the folders of this process's memory cgroups (v1 and v2) and of their parents.
-
-    The limits of parent cgroups also apply to the process.
-    """
+    """Return the folders of this process's memory cgroups (v1 and v2) and of their parents, whose limits also apply."""
     folders = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers:
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            # Inside a container, the path in /proc/self/cgroup may be the host's path; in that case only the mount
-            # point `top` exists.
+            # in a container, /proc/self/cgroup may hold the host's path, and only the mount point `top` exists
             own = top / path.strip("/")
             folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
     return folders
@@ -54,31 +48,28 @@ def available_ram_gb(root: Path = Path("/")) -> float:
         limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
         if limit and used:
-            # The cgroup counts the page cache as used memory, but the kernel evicts the cache when memory runs short.
+            # the page cache counts as used memory, but the kernel evicts it when memory runs short
             cached = re.findall(r"inactive_file (\d+)", _read(folder / "memory.stat"))
             free = min(free, limit[0] - used[0] + max(map(int, cached), default=0))
     return max(0.0, free / GIB)
 
 
 def detect_gpus() -> tuple[list[dict], list[str]]:
-    """Return (the GPUs that torch can use, notes for the user about the GPUs); memory sizes are in GiB.
-
-    The free memory is read from nvidia-smi, because asking torch would allocate a CUDA context of several hundred MB on
-    each GPU.
-    """
+    """Return the GPUs that torch can use, with memory in GiB, and notes for the user."""
+    # asking torch for the free memory would allocate a CUDA context on each GPU
     query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         answer = ""
-    # nvidia-smi prints "GPU-<uuid>, <MiB or [N/A]>" for every GPU, even those hidden from torch
+    # lines of the form "GPU-<uuid>, <free MiB or [N/A]>", including GPUs hidden from torch
     listed = dict(re.findall(r"^GPU-(\S+), (.+)$", answer, re.MULTILINE))
 
     gpus = []
-    # torch.cuda.device_count() asks the driver, so it can be above 0 even if CUDA fails to initialize
+    # torch.cuda.device_count() can be above 0 even if CUDA fails to initialize
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         card = torch.cuda.get_device_properties(index)
-        # some torch versions omit "GPU-" from the uuid of a GPU
+        # some torch versions omit "GPU-" from the UUID
         free = listed.get(str(card.uuid).removeprefix("GPU-"), "")
         gpu = {
             "name": card.name,
@@ -107,17 +98,13 @@ def detect_hardware() -> dict:
         "gpus": gpus,
         "cpu_cores": usable_cores(),
         "ram_available_gb": round(available_ram_gb(), 1),
-        # find_spec() does not import deepspeed, which would take seconds
+        # importing deepspeed would take seconds
         "deepspeed_installed": importlib.util.find_spec("deepspeed") is not None,
         "notes": notes,
     }
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-# (nominal GPU memory in GB, batch size per GPU, global batch size on 4 GPUs). The rows up to 20 GB are those of the
-# published MIMIC-CXR guide (guide 1). GPUs with more memory get larger batches, so that each kernel launch processes
-# more samples.
+# (nominal GPU memory in GB, batch size per GPU, target global batch size); the published guide ends at 20 GB
 GPU_TABLE = (
     (141, 128, 256),
     (80, 64, 256),
@@ -140,27 +127,25 @@ def settings_for(
     batch_size: int | None = None,
     processes_per_node: int | None = None,
 ) -> dict:
-    """Return training settings for this hardware by the rules of the published MIMIC-CXR guide (guide 1).
+    """Return training settings by the rules of the published MIMIC-CXR guide.
 
-    num_processes: total over all nodes, one per GPU. gpu_memory_gb: GiB of memory on the smallest GPU. compute: lowest
-    compute capability of the GPUs. Both are None without GPUs. cores, ram_gb: CPU cores and GiB of RAM per node.
-    deepspeed: whether to use DeepSpeed. batch_size: batch size per GPU, if it is already fixed. processes_per_node:
-    num_processes by default. In the result, dataloader_num_workers is the total per node.
+    num_processes: total over all nodes. gpu_memory_gb (GiB), compute: minimum memory and compute capability over all
+    GPUs; both are None without GPUs. cores, ram_gb (GiB): per node. batch_size: batch size per GPU, if already fixed.
+    In the result, dataloader_num_workers is the total per node.
     """
     on_gpu = gpu_memory_gb is not None
     largest_batch, global_batch = 8, 256
     if on_gpu:
-        # The driver and ECC reserve up to 0.7 GiB or 3 % of a GPU's nominal memory, whichever is more.
+        # the driver and ECC reserve up to 0.7 GiB or 3 % of the nominal memory, whichever is more
         rows = (row for row in GPU_TABLE if gpu_memory_gb >= row[0] - max(0.7, 0.03 * row[0]))
         _, largest_batch, global_batch = next(rows)
-    # GPUs with 16 GB or more have enough memory for all activations and the optimizer state, without activation
-    # checkpointing or offloading.
+    # GPUs of 14 GB or more need neither activation checkpointing nor optimizer offloading
     fits_everything = largest_batch >= 12
 
     def accumulation(batch: int) -> int:
         return max(1, int(global_batch / (batch * num_processes) + 0.5))
 
-    # The published guide stops at 16 samples per GPU; a larger batch must give the same global batch size as 16.
+    # batches larger than the guide's maximum of 16 per GPU must keep the same global batch size
     smallest = min(largest_batch, 16)
     per_gpu = smallest * accumulation(smallest)
     batch = batch_size or max(size for size in range(smallest, largest_batch + 1) if per_gpu % size == 0)
@@ -171,7 +156,7 @@ def settings_for(
         "batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation(batch),
         "effective_batch_size": batch * num_processes * accumulation(batch),
-        # Leave two CPU cores for the training processes.
+        # leave two CPU cores for the training processes
         "dataloader_num_workers": max(1, min(3 * (processes_per_node or num_processes), cores - 2)),
         "prefetch_factor": 2 + (ram_gb > 32) + (ram_gb > 64),
         "mixed_precision": precision if on_gpu else "no",
@@ -182,11 +167,8 @@ def settings_for(
     }
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
-
-
 def report(hardware: dict, settings: dict) -> str:
-    """Format the hardware and the training settings like the output in the published MIMIC-CXR guide (guide 1)."""
+    """Format the report like the output in the published MIMIC-CXR guide."""
 
     def heading(title: str) -> list[str]:
         return ["", title.center(70).rstrip(), "-" * 70]

@@ -1,12 +1,10 @@
-"""Open PNG, JPEG, TIFF (also 16-bit and float), palette, RGBA and DICOM images in upright orientation.
+"""Open PNG, JPEG, TIFF and DICOM images in upright orientation.
 
-Training, data preparation and prediction all open images with this module, so a model sees the same pixels in all
-three. pydicom decompresses JPEG Lossless, JPEG-LS and JPEG 2000 with GDCM (BSD license; its Python package is under
-Apache-2.0). torch is not imported here.
+Training, data preparation and prediction all open images here, so a model always sees the same pixels.
 """
 
 import contextlib
-import zlib  # noqa: F401 - must be loaded before GDCM, or the system's zlib would bind to GDCM's own copy and crash
+import zlib  # noqa: F401 - must be imported before GDCM, which has its own copy of zlib; otherwise the process crashes
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from PIL import Image, ImageOps
 DICOM_ENDINGS = (".dcm", ".dicom", ".ima")
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", *DICOM_ENDINGS)
 
-# display window (center, width) in the units of the file: center - width / 2 becomes black, center + width / 2 white
+# display window (center, width): center - width / 2 becomes black, center + width / 2 white
 Window = tuple[float, float]
 
 
@@ -26,18 +24,18 @@ def open_image(path: str | Path) -> Image.Image:
 def open_upright(path: str | Path, window: Window | None = None, side: int | None = None, raw=False) -> Image.Image:
     """Open an image as 8-bit gray (mode L) or RGB, rotated according to its EXIF orientation tag.
 
-    Gray values of more than 8 bits are scaled to 0..255 by `window` (center, width), or else by the window in the DICOM
-    file, or else by the range of the image's values. side: a JPEG may be decoded at a reduced scale, which is faster,
-    if both edges keep at least `side` pixels. raw: return gray values of more than 8 bits without rounding (mode F);
-    integers without a DICOM window are then scaled by bits_window() instead of by their range, and float images keep
-    their values. Raises OSError or ValueError for a file that cannot be opened.
+    Gray values of more than 8 bits are scaled to 0..255 by `window`, by the window in the DICOM file, or by the range
+    of the values, in this order of preference. side: a JPEG may be decoded at a reduced size, but each edge keeps at
+    least `side` pixels. raw: return gray values of more than 8 bits without rounding (mode F); integers are scaled by
+    bits_window() instead of by their range, and float images are not scaled. Raises OSError or ValueError if the file
+    cannot be opened.
     """
     try:
         return _open_dicom(path, window, raw) if is_dicom(path) else _open_picture(path, window, side, raw)
     except OSError:
         raise
     except Exception as error:
-        # pydicom raises AttributeError for a file without pixels; Pillow raises SyntaxError and exceptions of its own
+        # pydicom and Pillow raise errors of many types
         raise ValueError(str(error) or type(error).__name__) from None
 
 
@@ -47,7 +45,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
             image.draft(None, (side, side))
         if image.format == "TIFF" and image.n_frames > 1:
             raise ValueError(f"a TIFF of {image.n_frames} pages; write each to its own file")
-        # an image with a damaged EXIF block is not rotated
+        # do not rotate an image whose EXIF block is damaged
         with contextlib.suppress(SyntaxError, ValueError):
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
@@ -63,7 +61,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, raw
 def to_bytes(values: np.ndarray, window: Window | None = None, dtype=np.uint8) -> np.ndarray:
     """Scale values linearly so that `window` (by default, the range of the values) becomes 0..255.
 
-    Without a window, uint8 values are returned unchanged. Raises ValueError for values that are not finite.
+    Without a window, uint8 values stay unchanged. Raises ValueError for non-finite values.
     """
     if window is None and values.dtype == np.uint8:
         return values
@@ -75,16 +73,13 @@ def to_bytes(values: np.ndarray, window: Window | None = None, dtype=np.uint8) -
 
 
 def bits_window(values: np.ndarray) -> Window:
-    """Return the window from 0 to 2**bits - 1, where bits is the smallest of 8, 10, 12, 14 and 16 that fits all values.
+    """Return the smallest window from 0 to 2**bits - 1 that contains all values; bits is 8, 10, 12, 14 or 16.
 
     Unlike the range of the values, this window is usually the same for all images from one scanner.
     """
     bits = max(8, int(values.max()).bit_length())
     top = 2 ** (bits + bits % 2) - 1
     return top / 2, top
-
-
-# --- DICOM ------------------------------------------------------------------------------------------------------------
 
 
 def is_dicom(path: str | Path) -> bool:
@@ -110,7 +105,7 @@ def _open_dicom(path: str | Path, window: Window | None, raw: bool) -> Image.Ima
     if stored.ndim == 3:
         return Image.fromarray((stored >> 8 * (stored.itemsize - 1)).astype(np.uint8))
 
-    # the modality LUT (look-up table) converts CT values to HU, the unit of the window
+    # convert CT values to HU, the unit of the window
     values = apply_modality_lut(stored, dataset)
     if window is None and dataset.get("WindowWidth") and dataset.get("WindowCenter") is not None:
         window = float(np.ravel(dataset.WindowCenter)[0]), float(np.ravel(dataset.WindowWidth)[0])
@@ -122,14 +117,10 @@ def _open_dicom(path: str | Path, window: Window | None, raw: bool) -> Image.Ima
     return Image.fromarray(255 - pixels if interpretation == "MONOCHROME1" else pixels)
 
 
-# --- square images ----------------------------------------------------------------------------------------------------
-
-
 def square_box(size: tuple[int, int], side: int) -> tuple[int, int, int, int]:
-    """Return the box (left, top, right, bottom) that an image of size (width, height) fills in the result of square().
+    """Return the box (left, top, right, bottom) that an image of size (width, height) fills after square().
 
-    `prediction.crop(square_box(size, side)).resize(size)` converts a prediction for the square image to the size of the
-    original image.
+    `prediction.crop(square_box(size, side)).resize(size)` converts a square prediction to the original size.
     """
     width, height = (max(1, round(edge * side / max(size))) for edge in size)
     left, top = (side - width) // 2, (side - height) // 2
@@ -137,10 +128,7 @@ def square_box(size: tuple[int, int], side: int) -> tuple[int, int, int, int]:
 
 
 def square(image: Image.Image, side: int, resample: Image.Resampling) -> Image.Image:
-    """Scale an image to fit into side x side pixels, keep its aspect ratio, and center it on a black square.
-
-    An image and its mask (resampled with NEAREST) stay aligned, even if their resolutions differ.
-    """
+    """Scale an image to fit into side x side pixels, keep its aspect ratio, and center it on a black square."""
     box = square_box(image.size, side)
     padded = Image.new(image.mode, (side, side))
     padded.paste(image.resize((box[2] - box[0], box[3] - box[1]), resample), box)

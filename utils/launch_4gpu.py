@@ -1,4 +1,4 @@
-"""Train the X-ray-to-CT cascade on 4 GPUs with Accelerate or torchrun; called by train_4gpu.sh and train_4gpu.bat.
+"""Train the X-ray-to-CT cascade on 4 GPUs with Accelerate or torchrun.
 
 bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
 train_4gpu.bat --config configs/multi_view_config.json --method torchrun --wandb       # on Windows
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# a script started by its path finds only its own folder on sys.path, not the project's root
+# when run as a script, import from the project root
 if not __package__:
     sys.path[0] = str(ROOT)
 
@@ -28,7 +28,7 @@ def build_command(words: list[str]) -> list[str]:
     words = [str(ROOT / "train_accelerate.py"), *(["--config", args.config] if args.config else []), *words]
     if args.method == "torchrun" or args.num_gpus == 1:
         return [f"--nproc_per_node={args.num_gpus}", *words]
-    # `accelerate launch --mixed_precision=no` leaves the choice to the training script's own --mixed_precision
+    # the training script handles mixed precision itself
     launch = ["accelerate", "launch", "--multi_gpu", f"--num_processes={args.num_gpus}", "--num_machines=1"]
     return [*launch, "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", *words]
 

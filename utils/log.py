@@ -1,6 +1,6 @@
-"""Logging: banner, progress lines, metrics.jsonl, TensorBoard, Weights & Biases, throughput, memory, curves.
+"""Log of a run: banner, progress lines, metrics.jsonl, TensorBoard, Weights & Biases and training curves.
 
-All ranks use this module, but only rank 0 writes.
+All ranks call this module, but only rank 0 writes.
 """
 
 import contextlib
@@ -21,9 +21,8 @@ from distributed_utils import Ranks, combine, print_main, round_for_exact_sum
 from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
-# suffixes of metrics that are not sent to TensorBoard: bounds of confidence intervals, and constants
 NOT_PLOTTED = ("_low", "_high", "_random", "_optimal")
-# flags that may change on resume: how far, where and how verbosely to run, and batch flags, which a resume ignores
+# flags that may change on resume without a warning
 MAY_CHANGE = """
     resume_from overwrite max_steps output_dir world_size num_workers dist_timeout gpu_shares auto_batch profile wandb
     log_every save_every keep_last batch_size gradient_accumulation_steps effective_batch_size script
@@ -50,13 +49,13 @@ def print_banner(title: str, rows: dict) -> None:
 class RunLog:
     """Writes a run's log.
 
-    step() keeps the values of each optimizer step on the device. Every log_every steps, they are copied to the host in
-    one transfer, summed over the ranks and written.
+    The values of several steps are copied from the GPU together, to avoid a sync in every step.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
-        """losses: names of the losses, in the order in which step() gets their values. saved: what state() returned for
-        the checkpoint at `step`; None for a new run."""
+        """losses: names, in the order of the values that step() gets. saved: return value of state() at `step`, or None
+        for a new run.
+        """
         self.folder = folder
         self.ranks = ranks
         self.names = [*losses, "grad_norm", "skipped"]
@@ -64,14 +63,14 @@ class RunLog:
         self.max_bad_steps = args.max_bad_steps
         saved = saved or {"rows": [], "bad_in_row": 0, "lr": None, "bytes": 0, "last": {}}
 
-        # steps not yet logged: `recent` has this rank's values, on the device; `rows` has sums over ranks, on the host
+        # steps not logged yet: this rank's values on the device (recent), and sums over the ranks on the host (rows)
         self.recent: list[list[torch.Tensor]] = []
         self.rows: list[list[float]] = saved["rows"]
         # maxima over the ranks: fraction of time spent waiting for data, and peak memory in GB
         self.worst = [0.0, 0.0]
         self.bad_in_row: int = saved["bad_in_row"]
         self.lr: float | None = saved["lr"]
-        # the last value of each metric, for summary.json, and the length of metrics.jsonl in bytes
+        # latest value of each metric, and size of metrics.jsonl
         self.last: dict[str, float] = saved["last"]
         self.bytes: int = saved["bytes"]
         self.wandb = None
@@ -88,7 +87,7 @@ class RunLog:
         values |= {"script": Path(sys.argv[0]).name, "world_size": self.ranks.world_size}
         path, text = self.folder / "args.yaml", yaml.safe_dump(values)
         before = None
-        # the file may be truncated if the run was killed
+        # a killed run may leave a truncated file
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             before = yaml.safe_load(path.read_text(encoding="utf-8"))
         if step and isinstance(before, dict):
@@ -102,7 +101,7 @@ class RunLog:
         # drop lines logged after the checkpoint
         path, expected = self.folder / "metrics.jsonl", self.bytes
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
-        # if copying the folder was interrupted, the file may end in the middle of a line
+        # an incomplete copy of the file may end in the middle of a line
         self.bytes = path.read_bytes().rfind(b"\n", 0, expected) + 1
         if self.bytes < expected:
             print_main(f"warning: {path}: cut short; {expected - self.bytes} bytes of it are lost")
@@ -117,21 +116,19 @@ class RunLog:
                 raise InputError(f"--wandb: {error} (or set WANDB_API_KEY, or WANDB_MODE=offline)") from None
 
     def state(self) -> dict:
-        """All ranks: return what a checkpoint stores of the log: the current interval and the size of metrics.jsonl."""
+        """All ranks: return the state of the log for a checkpoint."""
         self.collect()
         interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
         return interval | {"bytes": self.bytes, "last": dict(self.last)}
 
     def sync(self) -> None:
-        """Rank 0: flush metrics.jsonl to disk. Called before writing a checkpoint, which records the file's size."""
-        # reopen the file: this runs in the checkpoint thread, and the main thread may already have closed self.jsonl
+        """Rank 0: flush metrics.jsonl to disk before a checkpoint that records the file's size."""
+        # this runs in the checkpoint thread, and the main thread may already have closed self.jsonl
         with open(self.folder / "metrics.jsonl", "ab") as file:
             os.fsync(file.fileno())
 
-    # --- each step ----------------------------------------------------------------------------------------------------
-
     def restart_clock(self) -> None:
-        """Start measuring throughput afresh, for example after an evaluation, whose time must not count."""
+        """Restart the throughput measurement, for example to exclude an evaluation."""
         self.started = time.perf_counter()
         if not self.steps_timed:
             self.opened = self.started
@@ -141,9 +138,8 @@ class RunLog:
     def step(self, values: list[torch.Tensor], step: int, samples: int, lr: float) -> None:
         """Record the values of one optimizer step. Raises RunError on all ranks after too many skipped steps in a row.
 
-        values: scalar tensors: the losses of each micro-batch on this rank, then the gradient norm. The losses will be
-        summed over micro-batches and ranks; the norm is the same on all ranks. If it is not finite, the step was
-        skipped.
+        values: scalar tensors with the losses of each micro-batch on this rank, then the gradient norm over all ranks.
+        A non-finite norm means that the step was skipped.
         """
         self.recent.append(values)
         self.samples += samples
@@ -158,7 +154,7 @@ class RunLog:
         values, rows = torch.stack([value for step in self.recent for value in step]).double().cpu(), []
         for step in values.split([len(step) for step in self.recent]):
             losses, norm = round_for_exact_sum(step[:-1].view(-1, len(self.names) - 2)).sum(0), float(step[-1])
-            # the norm is the same on all ranks, so only rank 0 adds it to the sum
+            # the norm is the same on all ranks, so only rank 0 adds it
             rows.append([*losses.tolist(), *((norm, not math.isfinite(norm)) if self.ranks.is_main else (0, 0))])
         rows = np.array(rows, float)
         own = [self.waited / (time.perf_counter() - self.started), peak_memory_gb(self.ranks.device)]
@@ -172,7 +168,7 @@ class RunLog:
                 raise RunError(f"{reason}; lower the learning rate, or look for bad data after the last checkpoint")
 
     def write_interval(self, step: int, epoch: int, total_steps: int) -> None:
-        """All ranks: log the steps since the last log line: means of the finite values, speed, memory."""
+        """All ranks: log speed, memory and the mean of each value since the last log line."""
         self.collect()
         if not self.rows:
             return
@@ -204,8 +200,6 @@ class RunLog:
             trial = "`make demo` shows a task in minutes, --max_steps stops earlier"
             print_main(f"warning: at the speed of its first steps the training takes {duration(left)} more; {trial}")
 
-    # --- output -------------------------------------------------------------------------------------------------------
-
     def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
         values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self.last |= values
@@ -226,7 +220,7 @@ class RunLog:
             scalars = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
             self.writer.file_writer.add_summary(Summary(value=scalars), step)
         except OSError as error:
-            # not fatal here: if the disk stays full, the run ends at the next checkpoint
+            # not fatal: if the disk stays full, saving the next checkpoint ends the run
             print(f"warning: {self.folder}: log not written ({error.strerror})", file=sys.stderr, flush=True)
         if self.wandb:
             self.wandb.log({**values, "epoch": epoch}, step=step)

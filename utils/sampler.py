@@ -1,7 +1,6 @@
-"""Batch samplers for training and evaluation: an epoch's order, a step's micro-batches, and each rank's share of them.
+"""Batch samplers for training and evaluation.
 
-The order is a function of (seed, epoch). The number of ranks affects which rank computes a micro-batch, but never which
-samples the micro-batch contains.
+The samples of a micro-batch depend on the seed and the epoch, but not on the number of ranks.
 """
 
 import math
@@ -10,23 +9,23 @@ from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-# call order() for at least this many samples at once: below about 1000, a call is mostly overhead
+# minimum number of samples per call of order(), because a smaller call is mostly overhead
 POSITIONS_PER_CALL = 2048
 
 
 class Index(int):
-    """A sample's index with an attribute `epoch`, so that augmentation can be a function of (seed, epoch, sample)."""
+    """A sample index that also holds the epoch, so that augmentation can depend on (seed, epoch, index)."""
 
     epoch: int = 0
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the sample indices at `positions` in range(size) as shuffled for an epoch; both are int64 arrays.
+    """Return the sample indices at `positions` in the shuffled order of an epoch; both are int64 arrays.
 
-    A keyed bijection (Feistel network of 8 rounds with cycle walking) can compute any part of the order without the
-    rest, so shuffling even 300 million samples takes no memory.
+    A keyed bijection (Feistel network of 8 rounds with cycle walking) can compute any part of the order without storing
+    the rest.
     """
-    # the network permutes range(4**bits), the smallest such range that contains range(size)
+    # the network permutes range(4**bits), which contains range(size)
     keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
     bits = math.ceil(math.log2(max(size, 2)) / 2)
     values = positions.astype(np.uint64)
@@ -50,21 +49,19 @@ def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 class ImageGroups:
-    """Shuffles questions but keeps those about one image together, so that a step encodes the image only once.
+    """Shuffles questions in groups about the same image, so that a step encodes fewer images.
 
-    Each image's questions are shuffled and cut into groups of at most `size`, then the groups are shuffled, all as a
-    function of (seed, epoch). Takes 8 bytes of memory per group, and 8 per question if the questions about an image are
-    not consecutive.
+    The questions about each image are shuffled and cut into groups of at most `size`; then the groups are shuffled.
     """
 
     def __init__(self, image_of: np.ndarray, size: int):
-        """image_of: integers (N,), the index of each question's image."""
+        """image_of: (N,) integers, the image index of each question. size: maximum number of questions in a group."""
         self.size, self.sorted = size, None
         starts = self._starts(image_of)
         if len(np.unique(image_of[starts])) < len(starts):
             self.sorted = np.argsort(image_of, kind="stable")
             starts = self._starts(image_of[self.sorted])
-        # for each image: index of its first question, number of its questions, number of groups up to its last one
+        # per image: index of the first question, number of questions, and cumulative number of groups
         self.first, self.questions = starts, np.diff(starts, append=len(image_of))
         self.last_group = np.cumsum(-(-self.questions // size))
         self.epoch: tuple[int, int] | None = None
@@ -74,7 +71,7 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return three arrays: each group's image, that image's questions in earlier groups, and the group's own."""
+        """Return each group's image, the number of the image's questions in earlier groups, and each group's size."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)
@@ -102,8 +99,8 @@ class ImageGroups:
 class TrainBatchSampler:
     """Yields this rank's micro-batches in an epoch as lists of indices.
 
-    An optimizer step takes the next effective_batch_size samples in the epoch's order and cuts them into micro-batches
-    of micro_batch_size. The last step and the last micro-batch of a step may be smaller.
+    Each optimizer step takes the next effective_batch_size samples of the epoch and cuts them into micro-batches. The
+    last step of an epoch and the last micro-batch of a step may be smaller.
     """
 
     def __init__(
@@ -123,12 +120,12 @@ class TrainBatchSampler:
         self.rank = rank
         self.seed = seed
         self.groups = groups
-        # of a step's micro-batches, rank r computes those from fraction ends[r] / ends[-1] to ends[r + 1] / ends[-1]
+        # rank r computes a step's micro-batches between the fractions ends[r] / ends[-1] and ends[r + 1] / ends[-1]
         self.ends = [0, *accumulate(gpu_shares or [1] * world_size)]
         self.set_position(0)
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
-        """Make the next iteration start in epoch `epoch`, after `samples` samples, counted over all ranks."""
+        """Make the next iteration start in epoch `epoch`, after `samples` samples over all ranks."""
         self.epoch = epoch
         self.start = samples
         self.epoch_order: np.ndarray | None = None
@@ -137,9 +134,9 @@ class TrainBatchSampler:
         return math.ceil(self.num_samples / self.effective_batch_size)
 
     def share(self, first: int) -> tuple[int, range]:
-        """Return (number of samples on all ranks, indices of this rank's micro-batches) for a step.
+        """Return the number of samples over all ranks and the indices of this rank's micro-batches in a step.
 
-        first: number of samples in the epoch before this step.
+        first: number of samples in the epoch before the step.
         """
         samples = min(self.effective_batch_size, self.num_samples - first)
         micro_batches = math.ceil(samples / self.micro_batch_size)
@@ -157,10 +154,7 @@ class TrainBatchSampler:
         return permute(positions, self.num_samples, self.seed, self.epoch)
 
     def global_batch(self, first: int) -> np.ndarray:
-        """Return the sample indices (int64) of all ranks in a step. first: as in share().
-
-        Caches the epoch's order, which takes 8 bytes per sample.
-        """
+        """Return the sample indices (int64) of a step over all ranks. first: number of samples before the step."""
         if self.epoch_order is None:
             self.epoch_order = self.order(np.arange(self.num_samples))
         return self.epoch_order[first : first + self.effective_batch_size]
@@ -173,7 +167,7 @@ class TrainBatchSampler:
         positions: list[np.ndarray] = []
         for first in range(self.start, self.num_samples, self.effective_batch_size):
             samples, micro_batches = self.share(first)
-            # DDP needs a pass on every rank, so a rank without a micro-batch computes the first one with weight 0
+            # DDP needs a pass on every rank, so ranks without micro-batches compute the first micro-batch with weight 0
             for micro_batch in micro_batches or [0]:
                 begin = first + micro_batch * self.micro_batch_size
                 positions.append(np.arange(begin, min(begin + self.micro_batch_size, first + samples)))
@@ -191,10 +185,10 @@ class TrainBatchSampler:
 
 
 class EvalBatchSampler:
-    """Yields this rank's batches in an evaluation; over all ranks, every sample occurs exactly once.
+    """Yields this rank's evaluation batches; over all ranks, every sample occurs exactly once.
 
-    Batches do not depend on the world size: a sample always shares its batch with the same samples, so its result is
-    bit-identical on any number of ranks. Small sets get smaller batches, so that up to 8 ranks have work.
+    Batches are the same for any number of ranks, so the results are bit-identical. Small data sets get smaller batches,
+    so that up to 8 ranks have work.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):

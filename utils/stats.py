@@ -1,10 +1,7 @@
-"""95 % confidence intervals clustered by case, and the assignment of another case to each row.
+"""95 % confidence intervals clustered by case, and pairing of rows from different cases.
 
-A row is one evaluated sample, such as a question; its case is the patient or the study. Rows of one case are
-correlated, so the jackknife leaves out whole cases. For values in 0..1, the jackknife variance is converted to an
-effective number of independent rows, for which the exact binomial interval is computed (Korn and Graubard, Survey
-Methodology 24, 1998): this interval stays in 0..1 and has a width above 0 even if every row is correct. An undefined
-interval is (nan, nan). Random draws are seeded, so all ranks get the same results.
+A row is one evaluated sample, such as a question; its case is the patient or the study. Random draws are seeded, so all
+ranks get the same results.
 """
 
 from collections import defaultdict
@@ -19,8 +16,9 @@ RESAMPLES = 1000
 def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
     """Return the 95 % confidence interval (low, high) of the mean of `values`, clustered by case.
 
-    cases: the case (patient or study) of each value. bounded: whether the values lie in 0..1; False for other values,
-    such as paired differences between two models. The interval is (nan, nan) if there are fewer than two cases.
+    cases: case of each value. bounded: whether all values lie in 0..1. The variance is a jackknife estimate over cases.
+    Bounded values get a binomial interval for the effective number of independent rows (Korn and Graubard, Survey
+    Methodology 24, 1998). Returns (nan, nan) if the interval is undefined.
     """
     from scipy.stats import beta, norm, t
 
@@ -33,10 +31,9 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
     variance = (len(names) - 1) * without.var()
     # rounding errors can turn a variance of 0 into a tiny number
     varies = variance > 1e-15
-    # Student's t distribution, because the variance is estimated too
     quantile = t.ppf(0.975, len(names) - 1)
     if bounded:
-        # Clopper-Pearson interval; if the variance is 0, each case counts as one independent row
+        # Clopper-Pearson interval; if the variance is 0, each case counts as one row
         count = len(names)
         if varies and 0 < mean < 1:
             count = mean * (1 - mean) / variance * (norm.ppf(0.975) / quantile) ** 2
@@ -49,10 +46,10 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
 
 
 def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
-    """Draw 1000 bootstrap samples of the cases (patients or studies) within strata; every call draws the same samples.
+    """Draw 1000 bootstrap samples of the cases within strata; every call draws the same samples.
 
-    cases, strata: case and stratum of each evaluated row, such as a question. Returns how often each row occurs in each
-    bootstrap sample, (1000, rows) float32.
+    cases, strata: case and stratum of each row. Returns the number of times each sample contains each row: (1000, rows)
+    float32.
     """
     names, first, case = np.unique(cases, return_index=True, return_inverse=True)
     counts = np.zeros((RESAMPLES, len(names)), np.float32)
@@ -77,13 +74,12 @@ def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3)
 
 
 def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:
-    """Return, for each evaluated row, the index of a row from a different case, preferably a row of the same kind.
+    """Return for each row the index of a row from a different case, of the same kind if possible.
 
-    cases, kinds: the case (patient or study) and the kind (imaging modality) of each row. The cases of each kind are
-    arranged in a ring in random order, and the rows of each case are paired with rows of the case before it. If a kind
-    has only one case, the rows come from a ring of all cases instead. Returns None if all rows belong to one case.
+    cases, kinds: case and kind (imaging modality) of each row. Returns None if all rows belong to one case.
     """
-    # rows_of[modality][case]: row indices of a case; the key None, placed first, holds the rows of all modalities
+    # rows_of[kind][case]: row indices. rows_of[None] holds all rows and comes first, so that pairs of the same kind
+    # overwrite its pairs.
     rows_of = defaultdict(lambda: defaultdict(list))
     for row, (case, kind) in enumerate(zip(cases, kinds, strict=True)):
         rows_of[None][case].append(row)

@@ -1,7 +1,4 @@
-"""Read user-supplied tables (CSV or parquet) and assign their patients to the train, val and test splits.
-
-torch is not imported here.
-"""
+"""Read user-supplied tables (CSV or parquet) and assign patients to the train, val and test splits."""
 
 import argparse
 import csv
@@ -18,20 +15,18 @@ from utils.images import IMAGE_ENDINGS
 
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
-# cell texts (in lower case) that count as empty
 BLANK = ("", "na", "nan", "n/a", "null", "none")
-# DECIMAL: a number, with or without a decimal comma. THOUSANDS: a number with a thousands separator, such as "1,234".
+# DECIMAL: a number such as "12" or "1,5". THOUSANDS: a number such as "1,234".
 DECIMAL, THOUSANDS = r"[+-]?\d*,?\d+(e[+-]?\d+)?", r"[+-]?\d{1,3},\d{3}"
 
-# ("file:row number", {lower-case column name: text of the cell}) for each row of a table
+# for each row of a table: ("file:row number", {lower-case column name: cell text})
 Rows = list[tuple[str, dict[str, str]]]
 
 
 def read_text(path: Path) -> str:
     """Read a text file in UTF-8, UTF-16 (with a byte order mark) or Windows-1252.
 
-    Rank 0 prints the encoding if it is not UTF-8. Raises OSError if the file cannot be read, and ValueError if the text
-    is in none of these encodings.
+    Raises OSError if the file cannot be read, and ValueError if it has another encoding.
     """
     data = path.read_bytes()
     encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "UTF-8-sig"
@@ -48,12 +43,10 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path) -> Rows:
-    """Return the rows of a parquet file, or of a CSV file with commas, semicolons or tabs as separators.
+    """Return the rows of a parquet file, or of a CSV file separated by commas, semicolons or tabs.
 
-    Row numbers count the header as row 1. In numeric columns, decimal commas are replaced with points, and rank 0
-    prints the names of these columns; "1,234" in a comma-separated file stays unchanged, because it may mean 1234.
-    Raises InputError for an unreadable or empty table, duplicate column names, and rows with more fields than the
-    header.
+    Decimal commas become points. In a comma-separated file, a column of numbers like "1,234" stays unchanged, because
+    the commas may separate thousands. Raises InputError for an unusable table.
     """
     delimiter = ","
     try:
@@ -116,9 +109,8 @@ def find_column(rows: Rows, *names: str) -> str:
 def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]:
     """Return the (image path, question) pairs to predict.
 
-    predict: the value of --predict (an image, a folder of images, or a CSV file with image paths relative to its own
-    folder). question: the value of --question, for images without a question in the CSV file. Raises InputError if
-    there is no image, or if a row of the CSV file has no question and --question is not set.
+    predict: an image, a folder of images, or a CSV file with image paths relative to its folder. question: default for
+    images without a question in the CSV file. Raises InputError if there is no image, or if a CSV row has no question.
     """
     path = Path(predict)
     if path.suffix.lower() == ".csv":
@@ -129,7 +121,7 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
                 raise InputError(f"{source}: no question; complete the row or give --question")
         return [(path.parent / row[image], row.get("question") or question) for _, row in table]
     found = [path] if path.is_file() else sorted(path.rglob("*"))
-    # skip figures that training runs have written to the folder
+    # skip figures written by training runs
     found = [file for file in found if not (file.parent.name == "figures" and (file.parents[1] / "run_id").exists())]
     found = [file for file in found if file == path or file.suffix.lower() in IMAGE_ENDINGS]
     if not found:
@@ -137,14 +129,10 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
     return [(file, question) for file in found]
 
 
-# --- patients and splits ----------------------------------------------------------------------------------------------
-
-
 def patient_in(pattern: str, name: str) -> str:
-    """Return the patient in a file name, found by the regular expression --patient_pattern, or "".
+    """Find the patient in a file name with the regular expression --patient_pattern; return "" if it does not match.
 
-    The patient is the first group of the match, or the whole match if the expression has no groups. Raises InputError
-    for an invalid expression.
+    The patient is the first group, or the whole match without groups. Raises InputError for an invalid expression.
     """
     try:
         found = re.search(pattern, name)
@@ -164,17 +152,14 @@ def parse_shares(text: str) -> tuple[float, float, float]:
 
 
 def split_of(patient: str, seed: int, shares: tuple[float, float, float]) -> str:
-    """Assign a patient to train, val or test by a hash of seed and patient.
-
-    Adding patients never moves another patient to a different split. shares: fractions of train, val and test.
-    """
+    """Assign a patient to train, val or test by a hash of seed and patient, independently of all other patients."""
     digest = hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
     draw = int.from_bytes(digest, "big") / 2**64
     return "train" if draw < shares[0] else "val" if draw < shares[0] + shares[1] else "test"
 
 
 def in_two_splits(rows: Iterable[tuple]) -> list[str]:
-    """Return the sources of all rows whose split differs from that of the first row with the same key.
+    """Return the sources of all rows whose split differs from the first row with the same key.
 
     rows: tuples (key, split, source), such as ("patient 12", "train", "patients.csv:7").
     """
@@ -183,10 +168,7 @@ def in_two_splits(rows: Iterable[tuple]) -> list[str]:
 
 
 def check_one_split(rows: Iterable[tuple[str, str, str]]) -> None:
-    """Raise InputError if a patient is in two splits.
-
-    rows: tuples (patient, split, source), where source is a place such as "patients.csv:7".
-    """
+    """Raise InputError if a patient is in two splits. rows: tuples (patient, split, source)."""
     sources = in_two_splits(rows)
     if sources:
         reason = f"this patient is in another split in an earlier row ({len(sources)} such rows)"

@@ -1,9 +1,7 @@
-"""Read NIfTI and DICOM volumes as exported by hospitals, and reorient their axes.
+"""Read NIfTI and DICOM volumes, check their geometry and reorient their axes.
 
-DICOM slices are sorted by position, never by slice number or file name; missing, duplicate, shifted or mismatched
-slices are an error. The geometry is checked here because no library checks all of it: SimpleITK averages over gaps
-between slices and reads only the first of two series, dicom2nifti trusts InstanceNumber, and highdicom rejects files
-without FrameOfReferenceUID. pydicom with GDCM decodes as fast as SimpleITK. torch is not imported here.
+DICOM slices are sorted by position, and missing or duplicate slices are an error. Libraries do not check all of this:
+SimpleITK averages over gaps between slices, and dicom2nifti trusts InstanceNumber.
 """
 
 from collections import Counter
@@ -15,9 +13,9 @@ import numpy as np
 from utils.cli import InputError, first_line
 from utils.images import is_dicom
 
-# letters for axis directions (R is right, L left, and so on); "?" means that the file does not define the axis
+# letters for axis directions (right, left, ...), or "?" if the file does not define them
 CODES = "RLAPSI?"
-# DICOM tags that each slice must have, with the number of values in each tag
+# required DICOM tags of a slice, with their number of values
 POSITION, SLOPE = "ImagePositionPatient", "RescaleSlope"
 TAGS = {
     POSITION: 3,
@@ -33,9 +31,8 @@ TAGS = {
 class Volume(NamedTuple):
     """A 3D image and its geometry.
 
-    values: (X, Y, Z) float32, in HU for CT. affine: (4, 4) matrix that maps voxel indices to mm in RAS+ coordinates (x
-    right, y anterior, z superior). codes: axis directions in the file, such as "LPS", or "???" if the file does not
-    define them.
+    values: (X, Y, Z) float32, in HU for CT. affine: (4, 4), maps voxel indices to mm in RAS+ coordinates. codes: axis
+    directions in the file, such as "LPS", or "???" if the file does not define them.
     """
 
     values: np.ndarray
@@ -51,10 +48,9 @@ class Volume(NamedTuple):
 
 
 def describe(summaries: np.ndarray, orientation: str | None) -> str:
-    """Return one line for the banner: the axis directions and voxel sizes of the volumes in a data set.
+    """Describe the axis directions and voxel sizes of a data set in one line.
 
-    summaries: (N, 6), Volume.summary() of each volume. orientation: axis directions to which the volumes were
-    reoriented, or None.
+    summaries: (N, 6), Volume.summary() of each volume. orientation: axis directions after reorientation, if any.
     """
     codes = Counter("".join(CODES[int(code)] for code in row[3:]) for row in summaries)
     found = ", ".join(f"{count} {code}" for code, count in codes.most_common()).replace("???", "of unknown axes")
@@ -65,10 +61,9 @@ def describe(summaries: np.ndarray, orientation: str | None) -> str:
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """List the files that read_volume inspects for a path.
+    """List the files that read_volume() inspects for a path.
 
-    For a NIfTI file, this is the file itself. For a folder, or for a DICOM file in a folder, these are all DICOM files
-    in that folder and its subfolders.
+    For a folder or a DICOM file, these are all DICOM files in the folder and its subfolders.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent if is_dicom(path) else None
@@ -80,11 +75,10 @@ def stamp(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel: bool = False) -> Volume:
-    """Read a NIfTI file, a folder that contains one DICOM series, or the series that a DICOM file belongs to.
+    """Read a NIfTI file, a folder with one DICOM series, or the series that a DICOM file belongs to.
 
-    orientation: axis directions of the returned volume; None keeps those of the file. first_channel: read only the
-    first channel of a 4D NIfTI file. Raises InputError if the path cannot be read as one volume with regularly spaced
-    voxels.
+    orientation: axis directions of the returned volume; None keeps the file's directions. first_channel: read only the
+    first channel of a 4D NIfTI file. Raises InputError unless the path holds one volume with regularly spaced voxels.
     """
     import nibabel
     from nibabel import orientations as axes
@@ -131,8 +125,7 @@ def _find_series(path: Path) -> dict:
         if "Modality" not in header:
             raise InputError(f"{file}: a damaged DICOM file, or none; replace or remove it")
         series.setdefault(str(header.get("SeriesInstanceUID")), {})[file] = header
-    # Reports, X-rays and screenshots have no ImagePositionPatient; an enhanced CT stores the position of each frame
-    # under another tag.
+    # skip reports, X-rays and screenshots, which have no position
     series = {uid: files for uid, files in series.items() if any(POSITION in header for header in files.values())}
     found = [files for files in series.values() if path.is_dir() or path in files]
     if not found:
@@ -146,11 +139,8 @@ def _find_series(path: Path) -> dict:
 
 
 def _read_tags(series: dict) -> np.ndarray:
-    """Return the values of the DICOM tags in TAGS, one row per slice, as an array (slices, 15).
-
-    Raises InputError for a missing or unusable tag.
-    """
-    # MR images may lack a rescale slope; the values of a CT image without a rescale slope are not in HU
+    """Return the values of the DICOM tags in TAGS, (slices, 15). Raises InputError for a missing or unusable tag."""
+    # MR images may lack a rescale slope, but CT values need one to be in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
     numbers = []
     for file, header in series.items():
@@ -173,10 +163,9 @@ def _read_tags(series: dict) -> np.ndarray:
 
 
 def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read a DICOM series; return its values (X, Y, Z) and its affine matrix (4, 4) in RAS+ coordinates.
+    """Read a DICOM series; return its rescaled values (X, Y, Z) and its RAS+ affine matrix (4, 4).
 
-    The values are scaled by the rescale slope and intercept of each slice. Slices are sorted along the normal of the
-    slice plane (axial slices from foot to head). Raises InputError unless the slices form one regular volume.
+    Slices are sorted along the normal of the slice plane. Raises InputError unless they form one regular volume.
     """
     from pydicom import dcmread, pixels
 
@@ -217,5 +206,5 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     affine = np.eye(4)
     step = (positions[-1] - positions[0]) / len(gaps)
     affine[:3] = np.column_stack([axes[0] * width, axes[1] * height, step, positions[0]])
-    # DICOM coordinates are LPS, but those of the affine matrix are RAS+, so x and y change sign
+    # convert from DICOM's LPS coordinates to RAS+
     return stack.transpose(2, 1, 0), np.diag([-1, -1, 1, 1]) @ affine

@@ -1,9 +1,7 @@
 """Find, check, split, cache and load the CTs and X-rays of patients for train_accelerate.py.
 
-A data folder has one sub-folder per patient, named <id>. It contains the CT as <id>.nii.gz (or .nii, .npy; in HU), the
-frontal X-ray as <id>_pa_drr.png (or <id>_pa.png, <id>_frontal.png) and the lateral X-ray as <id>_lat_drr.png (or
-<id>_lat.png, <id>_lateral.png). X-rays may also be JPEG, DICOM or .npy files, and a CT may be a folder of DICOM slices.
-The files can also be in the data folder itself, without sub-folders.
+A data folder contains one sub-folder <id> per patient, with <id>.nii.gz (CT), <id>_pa_drr.png (frontal X-ray) and
+<id>_lat_drr.png (lateral X-ray). tasks/cascade/README.md lists other file formats.
 """
 
 import functools
@@ -63,8 +61,7 @@ class Patient(NamedTuple):
 def list_files(root: Path) -> dict[str, dict]:
     """Return {patient id: {"ct": path, 0: path of the frontal X-ray, 1: path of the lateral X-ray}} for a data folder.
 
-    Missing files have no key. Raises InputError if the folder does not exist, has DICOM slices that belong to no
-    patient, or has two CTs, or two X-rays of one view, for the same patient.
+    Missing files have no key. Raises InputError if the folder does not exist or files cannot be assigned to patients.
     """
     if not root.is_dir():
         raise InputError(
@@ -85,7 +82,7 @@ def list_files(root: Path) -> dict[str, dict]:
             kind, path = "ct", path.parent
         else:
             continue
-        # all files in a sub-folder belong to the patient that the sub-folder is named after, whatever the files' names
+        # all files in a sub-folder belong to the patient that the sub-folder is named after
         name = match["id"] if match and path.parent == root else path.relative_to(root).parts[0]
         files = found.setdefault(name, {})
         if files.setdefault(kind, path) != path:
@@ -95,11 +92,7 @@ def list_files(root: Path) -> dict[str, dict]:
 
 
 def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
-    """List the patients in a data folder.
-
-    Raises an InputError that lists all missing X-rays and, if `need_ct` is set, all missing CTs. A folder without
-    patients also raises InputError.
-    """
+    """List the patients in a data folder. Raises InputError if there are none or if files are missing."""
     patients, problems = [], []
     for name, files in list_files(root).items():
         if need_ct and "ct" not in files:
@@ -116,12 +109,10 @@ def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Pati
 
 
 def split_patients(patients: list[Patient], seed: int, files: list[str] | None) -> dict[str, list[int]]:
-    """Split the patients: return {"train": ..., "val": ..., "test": ...}, each a list of indices into `patients`.
+    """Split the patients into {"train": ..., "val": ..., "test": ...}, lists of indices into `patients`.
 
-    files: paths of text files with patient ids, either three (training, validation, test) or two (training, test), in
-    which case a random tenth of the training patients is used for validation. If `files` is None or empty, the split is
-    random (80/10/10 %). `seed` determines the random choices. Raises InputError for an unusable file, or if there are
-    too few patients.
+    files: text files with the patient ids for training, validation and test, or for training and test. With two files,
+    a random tenth of the training patients is used for validation. Without files, the split is random (80/10/10 %).
     """
     index_of = {patient.id: index for index, patient in enumerate(patients)}
     parts = [list(range(len(patients)))]
@@ -157,10 +148,10 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
 
 
 def read_ct(path: Path) -> Volume:
-    """Read a CT from a NIfTI file, a .npy file or a folder of DICOM slices, with its axes reoriented to RAS+.
+    """Read a CT from a NIfTI file, a .npy file or a folder of DICOM slices; reorient it to RAS+.
 
-    A .npy array is assumed to be in RAS+ orientation already, with voxels of 1 mm. Raises InputError if the CT is
-    unreadable, is not a 3D volume or is not in HU.
+    A .npy array must be in RAS+ orientation already, with voxels of 1 mm. Raises InputError if the CT is unreadable,
+    not 3D or not in HU.
     """
     try:
         is_npy = path.suffix == ".npy"
@@ -176,12 +167,10 @@ def read_ct(path: Path) -> Volume:
 
 
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
-    """Read an X-ray as (size, size) float32 in -1..1, with the head at the top. Raises InputError if it is unusable.
+    """Read an X-ray as (size, size) float32 in [-1, 1], with the head at the top. Raises InputError if it is unusable.
 
-    upside_down, mirrored: whether the file stores the X-ray flipped; if so, the flip is undone. Floating-point pixel
-    values up to 1 are taken to span 0..1, or -1..1 if any of them is negative. All other pixel values are divided by
-    the largest value of their bit depth (8, 10, 12, 14 or 16 bits, inferred from the image's maximum), not by the
-    maximum itself, so that a grey value means the same attenuation in all patients.
+    upside_down, mirrored: flips of the stored image, which are undone. Pixel values are scaled by the bit depth and not
+    by the image's maximum, so that a grey value means the same attenuation in all patients.
     """
     try:
         if path.suffix == ".npy":
@@ -208,18 +197,16 @@ def is_mirrored(view: int, flag: str | None) -> bool:
 
 
 def make_drrs(root: Path) -> int:
-    """Render X-rays that are missing in data folder `root` by projecting the CTs; return how many were rendered.
+    """All ranks: render the missing X-rays of data folder `root` by projecting the CTs; return the number of X-rays.
 
-    Call on all ranks: the rendering is split among them; every rank returns the total. Raises InputError for an
-    unusable CT.
+    Raises InputError for an unusable CT.
     """
     from PIL import Image
 
     rank, world_size = du.world()
     jobs = []
     with du.agree_on_errors():
-        # only rank 0 lists the missing images: a slower rank would not list those that other ranks have already
-        # rendered
+        # only rank 0 lists the missing images, because other ranks may already be rendering some of them
         if rank == 0:
             for name, files in list_files(root).items():
                 jobs += [(name, files["ct"], view) for view in (0, 1) if "ct" in files and view not in files]
@@ -238,11 +225,10 @@ def make_drrs(root: Path) -> int:
 
 class Data:
     def __init__(self, args: Namespace, sizes: list[list[int]]):
-        """Find, check and split the patients of --dataset_path and cache their decoded files.
+        """All ranks: find, check and split the patients of --dataset_path; cache their decoded files.
 
-        Call on all ranks: the reading of the files is split among them. sizes: the voxel grid (X, Y, Z) of each stage
-        of the cascade. Raises InputError on all ranks if files are missing or unusable, or if X-rays do not match their
-        CTs.
+        sizes: the voxel grid (X, Y, Z) of each stage. Raises InputError on all ranks if files are missing or unusable,
+        or if X-rays do not match their CTs.
         """
         self.args = args
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
@@ -264,11 +250,10 @@ class Data:
         self.extent = extents[train].mean(0).tolist()
 
     def survey(self) -> tuple[np.ndarray, ...]:
-        """Read the files of all patients and cache them on disk. Call on all ranks: the patients are split among them.
+        """All ranks: read the files of all patients, split among the ranks, and cache them on disk.
 
-        Returns four arrays with an entry for every patient: the line integrals through the CT; the X-rays, resized to
-        match (both (patients, views, CHECK_SIDE, CHECK_SIDE)); the CT's field of view in mm (patients, 3); and
-        Volume.summary() of the CT (patients, 6). Raises an InputError that lists all patients with unusable files.
+        Returns four arrays with one row per patient: line integrals through the CT, X-rays, field of view in mm, and
+        Volume.summary(). Raises InputError listing the unusable patients.
         """
         rank, world_size = du.world()
 
@@ -296,10 +281,8 @@ class Data:
     def check_alignment(self, rays: np.ndarray, images: np.ndarray) -> None:
         """Raise InputError if X-rays are flipped relative to their CTs or do not show the same patients.
 
-        rays: line integrals through the CTs. images: the X-rays. Both are (patients, views, CHECK_SIDE, CHECK_SIDE). If
-        flipping the X-rays clearly improves their correlation with the line integrals, the error names the command-line
-        flags to set. A small improvement is ignored, because a symmetric body and its mirror image match almost equally
-        well.
+        rays: line integrals through the CTs. images: the X-rays. Both are (patients, views, CHECK_SIDE, CHECK_SIDE). A
+        flip that improves the correlation only slightly is ignored, because a body is almost symmetric.
         """
         views = range(self.args.num_views)
         head_up, mirrored = self.args.flip_drrs_vertical is not False, self.args.flip_drrs_horizontal or "none"
@@ -340,11 +323,7 @@ class Data:
         return torch.cat(rays)
 
     def learn_prior(self) -> Prior:
-        """Fit and return the linear posterior, a ridge regression from X-rays to CTs.
-
-        The regression is fitted to the first PRIOR_PATIENTS training patients. Call on all ranks: rank 0 fits it and
-        sends the result to the other ranks. A restarted run gets exactly the same result.
-        """
+        """All ranks: return the linear posterior, fitted by rank 0 to the first PRIOR_PATIENTS training patients."""
         prior, threads = None, torch.get_num_threads()
         with du.agree_on_errors():
             if du.world()[0] == 0:
@@ -358,16 +337,14 @@ class Data:
         return du.broadcast_object(prior)
 
     def volume(self, patient: Patient, size: list[int]) -> np.ndarray:
-        """Return a patient's CT as int16 HU, resampled to `size` voxels. Raises InputError if the CT is unusable.
-
-        size: the voxel grid (X, Y, Z) of one of the cascade's stages or of the linear posterior.
-        """
+        """Return a patient's CT as int16 HU, resampled to `size` voxels. Raises InputError if the CT is unusable."""
         return self._decode(patient, tuple(size))
 
     def header(self, patient: Patient) -> tuple[np.ndarray, ...]:
-        """Return a CT's field of view (3,) in mm, its Volume.summary() (6,) and the line integrals through it.
+        """Return a CT's field of view (3,) in mm, Volume.summary() (6,), and line integrals
+        (views, CHECK_SIDE, CHECK_SIDE).
 
-        The line integrals are (views, CHECK_SIDE, CHECK_SIDE). Raises InputError if the CT is unusable.
+        Raises InputError if the CT is unusable.
         """
         extent, summary, rays = np.split(self._decode(patient, self.header_key), [3, 9])
         return extent, summary, rays.reshape(-1, CHECK_SIDE, CHECK_SIDE)
@@ -389,9 +366,8 @@ class Data:
 
 
 def load_xrays(patient: Patient, args: Namespace) -> Tensor:
-    """Return a patient's X-rays (views, img_size, img_size), float32 in -1..1. Raises InputError for an unusable file.
-
-    The decoded images are cached on disk as 16-bit integers.
+    """Return a patient's X-rays (views, img_size, img_size), float32 in [-1, 1]. Raises InputError for an unusable
+    file.
     """
     images = []
     for view, source in enumerate(patient.xrays):
@@ -410,19 +386,15 @@ def load_xrays(patient: Patient, args: Namespace) -> Tensor:
 def cache_path(folder: str, source: Path, content: tuple) -> Path:
     """Return the path of the cache file for data decoded from `source` (an X-ray, a CT or a folder of DICOM slices).
 
-    content: identifies the decoded data, for example the size of the voxel grid. The name of the cache file depends on
-    the source's size and modification time, so that a modified source gets a new cache file. Paths are memoized: a
-    process does not notice if a source is modified after the first call for it.
+    content: identifies the decoded data, for example the voxel grid. A modified source gets a new path, except in
+    processes that have already called this function for it.
     """
     files = files_of(source) if source.is_dir() else [source]
     return Path(folder, hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32] + ".npy")
 
 
 def load_cached(path: Path) -> np.ndarray:
-    """Load an array that write_cached() saved. Raises InputError if the file is damaged.
-
-    The damaged file is deleted, and the next run recreates it.
-    """
+    """Load an array that write_cached() saved. If the file is damaged, delete it and raise InputError."""
     try:
         return np.load(path)
     except (OSError, ValueError, EOFError):
@@ -453,19 +425,14 @@ def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
 
 
 class XrayCtDataset(Dataset):
-    """Data set of the patients of one split ("train", "val" or "test"), with CTs resampled to `size` voxels.
+    """Dataset of the patients of one split ("train", "val" or "test").
 
-    Each item is a dict. volume: the CT (X, Y, Z), int16 HU. extent (3,): field of view in mm. xrays (views, H, W): the
-    X-rays in -1..1, consistent with the volume. input_xrays (views, H, W): the X-rays to feed to the network. index:
-    the patient's index in the split. row: the patient's index among the training patients that the ridge regression
-    geometry.Prior was fitted to, or -1. seed, an integer, and draws (3,), in 0..1: random numbers that depend only on
-    the run's seed, the epoch (during training) and the patient. other: the X-rays of the next patient in the test
-    split, empty in other splits. error: why the patient's files cannot be used, or "".
+    Each item is a dict. volume: (X, Y, Z), the CT in HU. extent: (3,), field of view in mm. xrays: (views, H, W) in
+    [-1, 1]. input_xrays: X-rays for the network, with augmented exposure and noise. index: patient's index in the
+    split. row: patient's index in the Prior, or -1. seed, draws: random numbers for the patient, which depend on the
+    run's seed and the epoch. other: X-rays of another test patient. error: why the files are unusable, or "".
 
-    During training, augmentation shifts the volume and its X-rays up or down by up to 5 % of the height; the vertical
-    axis of both views is z, so the shifted X-rays still match the shifted volume. Augmentation also varies the exposure
-    and noise of input_xrays. Images are never flipped: a horizontal flip swaps left and right in the frontal view, but
-    front and back in the lateral view, so no flip of the volume would match both.
+    Augmentation shifts the volume and its X-rays along z.
     """
 
     def __init__(self, data: Data, split: str, size: list[int]):

@@ -1,17 +1,14 @@
-"""Geometry of X-ray to CT reconstruction: projection of volumes, correction to match X-rays, and ridge regression.
+"""Geometry of X-ray to CT reconstruction.
 
-Axes: a volume (..., X, Y, Z) is in RAS+ orientation: x increases to the patient's right, y to the front, z to the head.
-Its values are HU clipped to -1000..3000 and scaled to -1..1. The voxel grid spans the CT's whole field of view, with
-any number of voxels.
+Volumes (..., X, Y, Z): x increases to the patient's right, y to the front, z to the head (RAS+). Values are HU clipped
+to -1000..3000 and scaled to -1..1.
 
-Views: rays are parallel and cross the whole field of view, along y in the frontal view ("pa") and along x in the
-lateral view ("lat"). An image (..., rows, columns) shows the head at the top; its left edge is the patient's right side
-in the frontal view and the patient's front in the lateral view. A plane contains the same values as an image, but in
-the order of the volume's axes: (..., X or Y, Z).
+Rays are parallel, along y in the frontal view ("pa") and along x in the lateral view ("lat"). An image (..., rows,
+columns) shows the head at the top, and the patient's right side (frontal) or front (lateral) on the left. A plane (...,
+X or Y, Z) is the same image in the axis order of volumes.
 
-Values: the line integral along a ray is the sum of mu * path length over the voxels that it crosses, where mu =
-MU_WATER * (1 + HU / 1000) is the attenuation per mm. Line integrals are therefore linear in the volume. DRR files
-(X-rays simulated from CTs) store line integrals of 0..P_MAX as grey values of 0..255, so that bone is white.
+Line integrals are sums of mu * path length, where mu = MU_WATER * (1 + HU / 1000) is the attenuation per mm. DRR files
+(X-rays simulated from CTs) store line integrals of 0..P_MAX as grey values of 0..255.
 """
 
 import functools
@@ -23,14 +20,14 @@ from torch import Tensor
 
 HU_MIN, HU_MAX = -1000.0, 3000.0
 HU_PER_UNIT = (HU_MAX - HU_MIN) / 2
-# attenuation coefficient of water per mm, at a photon energy of about 70 keV
+# attenuation coefficient of water per mm at about 70 keV
 MU_WATER = 0.0193
 MU_PER_UNIT = MU_WATER * HU_PER_UNIT / 1000
 P_MAX = 10.0
 VIEWS = ("pa", "lat")
-# axis of a volume (B, C, X, Y, Z) along which the rays run, for each view in VIEWS
+# axis of a volume (B, C, X, Y, Z) along which the rays of each view run
 RAYS = (3, 2)
-# lower limit for the standard deviation of the noise in line integrals, to allow for fp32 rounding errors
+# minimum standard deviation of the noise in line integrals, to allow for fp32 rounding errors
 LEAST_NOISE = 1e-4
 PRIOR_RANK = 64
 
@@ -51,8 +48,7 @@ def as_plane(image: Tensor) -> Tensor:
 def axis_weights(before: int, after: int, device: str) -> Tensor:
     """Return the matrix (after, before) that resamples an axis from `before` to `after` voxels.
 
-    When shrinking, each new voxel is the mean of the old voxels, weighted by overlap. When enlarging, new voxels are
-    interpolated linearly.
+    Shrinking averages the old voxels, weighted by overlap; enlarging interpolates linearly.
     """
     old = torch.arange(before, dtype=torch.float64)
     if after <= before:
@@ -77,19 +73,17 @@ def resize(x: Tensor, size: tuple | list) -> Tensor:
 
 
 def lift(image: Tensor, view: int, size: tuple | list) -> Tensor:
-    """Resize an image to the voxel grid `size` and repeat it along the rays of its view.
-
-    image: (B, C, rows, columns). size: (X, Y, Z). Returns (B, C, X, Y, Z).
-    """
+    """Resize an image (B, C, rows, columns) to the grid and repeat it along the rays; return (B, C, X, Y, Z)."""
     axis = RAYS[view]
     plane = as_plane(resize(image, (size[2], size[3 - axis])))
     return plane.unsqueeze(axis).expand(*image.shape[:2], *size)
 
 
 def project(volume: Tensor, extent: Tensor, view: int) -> Tensor:
-    """Return the line integrals (B, C, rows, columns) of one view through volumes (B, C, X, Y, Z) with values in -1..1.
+    """Return the line integrals (B, C, rows, columns) of one view through volumes (B, C, X, Y, Z) with values in [-1,
+    1].
 
-    extent: field of view (B, 3) in mm. view: 0 for frontal, 1 for lateral. Differentiable.
+    extent: (B, 3), field of view in mm. Differentiable.
     """
     axis = RAYS[view]
     length = extent[:, axis - 2, None, None, None] * MU_PER_UNIT
@@ -123,8 +117,7 @@ class Grey(NamedTuple):
 class RaySums(NamedTuple):
     """X-rays converted to sums of voxel values (-1..1) along the rays through a voxel grid.
 
-    sums: for each view, a plane (B, 1, X or Y, Z) of sums. noise: for each view, the variance (B, 1, 1, 1) of the noise
-    in the sums.
+    sums: a plane (B, 1, X or Y, Z) for each view. noise: variance (B, 1, 1, 1) of the noise in the sums, for each view.
     """
 
     sums: list[Tensor]
@@ -132,16 +125,15 @@ class RaySums(NamedTuple):
 
 
 def ray_sums(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> RaySums:
-    """Convert X-rays (B, views, H, W) in -1..1 to sums of voxel values along the rays through a voxel grid.
+    """Convert X-rays (B, views, H, W) in [-1, 1] to sums of voxel values along the rays through a voxel grid.
 
-    extent: field of view (B, 3) in mm. greys: relation of grey values to line integrals in each view. size: number of
-    voxels (X, Y, Z).
+    extent: (B, 3), field of view in mm. size: number of voxels (X, Y, Z).
     """
     sums, noise = [], []
     for view, grey in enumerate(greys):
         axis = RAYS[view]
         count = size[axis - 2]
-        # increase of the line integral when the value of one voxel increases by 1
+        # increase of the line integral when one voxel increases by 1
         unit = extent[:, axis - 2, None, None, None] * (MU_PER_UNIT / count)
         integral = resize((xrays[:, view : view + 1] - grey.offset) / grey.slope, (size[2], size[3 - axis]))
         sums.append(as_plane(integral) / unit - count)
@@ -151,20 +143,18 @@ def ray_sums(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | lis
 
 @torch.no_grad()
 def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections: int) -> Tensor:
-    """Correct volumes (B, 1, X, Y, Z) in -1..1 so that they agree with the X-rays within the X-rays' noise.
+    """Correct volumes (B, 1, X, Y, Z) in [-1, 1] so that they agree with the X-rays within the X-rays' noise.
 
-    xrays: sums of voxel values along rays, from ray_sums(). variance: expected squared error of a voxel before
-    correction. corrections: number of iterations. Gradients are not tracked.
+    variance: expected squared error of a voxel before correction. corrections: number of iterations. Gradients are not
+    tracked.
 
-    Let A be the matrix that sums a volume V along the rays, and A' its transpose. If each voxel of V has an independent
-    error of variance c and the ray sums y of the X-rays have noise of variance N, the best linear correction is
+    Let A be the matrix that sums a volume V along the rays. If each voxel has an independent error of variance c and
+    the ray sums y have noise of variance N, the best linear correction is
 
         V + c A' z, where z = (c A A' + N)^-1 (y - A V)
 
-    For two views, z is computed exactly: in each axial slice, the two sums of z, one over the rays of each view, solve
-    a 2 x 2 system. The corrected volume is clipped to -1..1, because nothing is less dense than air, so it no longer
-    satisfies y - A V = N z exactly. Each further iteration therefore corrects the remaining difference y - A V - N z,
-    where z is accumulated over the iterations and N z is the part of y that is attributed to noise.
+    For two views, z requires solving a 2 x 2 system in each axial slice. Clipping the volume to -1..1 changes its ray
+    sums, so each further iteration corrects the remaining difference y - A V - N z.
     """
     with torch.autocast(volume.device.type, enabled=False):
         volume, c = volume.float(), max(variance, 1e-12)
@@ -178,8 +168,8 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
             else:
                 (n1, n2), (nx, ny) = xrays.noise, volume.shape[2:4]
                 r1, r2 = (plane.sum(2, keepdim=True) for plane in residuals)
-                # the determinants of the 2 x 2 systems are expanded by hand: subtracting the products numerically would
-                # lose precision
+                # expand the determinants of the 2 x 2 systems by hand, because numerical subtraction would lose
+                # precision
                 det = c * (ny * n2 + nx * n1) + n1 * n2
                 sum1 = (c * nx * (r1 - r2) + n2 * r1) / det
                 sum2 = (c * ny * (r2 - r1) + n1 * r2) / det
@@ -202,19 +192,13 @@ def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tupl
 class Prior(NamedTuple):
     """Linear posterior: a ridge regression that predicts a volume from X-rays, fitted to N training patients.
 
-    The prediction is mean + sum over training patients i of w_i * (volume_i - mean), where the weights w_i are linear
-    in the X-rays. The X-rays enter as P ray means: the mean voxel value along each ray of all views, see rays_of().
+    penalty: ridge penalty relative to the mean squared norm of the centred ray means (see rays_of()). variance:
+    variance of a voxel across patients. error: leave-one-out mean squared error of a voxel. mean: (1, 1, X, Y, Z), the
+    mean volume. basis: (R, X, Y, Z), principal directions of the training volumes, not normalized. centre: (P,), ray
+    means of the mean volume. gain: (R, P), maps centred ray means to coefficients of the basis.
 
-    grid: number of voxels (X, Y, Z). greys: relation of grey values to line integrals in each view. penalty: ridge
-    penalty relative to the mean squared norm of the centred ray means. variance: variance of a voxel across the
-    patients. error: leave-one-out mean squared error of a voxel. mean (1, 1, X, Y, Z): mean training volume. basis (R,
-    X, Y, Z): principal directions of the training volumes, not normalized. centre (P,): ray means of the mean volume.
-    gain (R, P): matrix that maps centred ray means to coefficients of the basis.
-
-    Three more tensors, described below, are needed only to leave a training patient out when predicting that patient's
-    own volume. Checkpoints store None instead, because these tensors reveal the CTs of individual patients.
-    coordinates (N, R): coordinates of the training patients in the basis. weights (N, P): matrix that maps centred ray
-    means to w. kernel (N, N): inverse of the penalized Gram matrix of the centred ray means, minus a constant.
+    coordinates (N, R), weights (N, P) and kernel (N, N) are used only to leave out a training patient. Checkpoints omit
+    these tensors, because they reveal the CTs of individual patients.
     """
 
     grid: list[int]
@@ -243,10 +227,10 @@ class Prior(NamedTuple):
         return cls(**state | {"greys": [Grey(*grey) for grey in state["greys"]]})
 
     def volume(self, xrays: Tensor, extent: Tensor, rows: Tensor, size: tuple | list) -> Tensor:
-        """Predict volumes (B, 1, *size) in -1..1 from X-rays (B, views, H, W) in -1..1.
+        """Predict volumes (B, 1, *size) in [-1, 1] from X-rays (B, views, H, W) in [-1, 1].
 
-        extent: field of view (B, 3) in mm. rows (B,): index of the training patient to leave out of each prediction, or
-        -1 for none. A regression loaded from a checkpoint ignores `rows`.
+        extent: (B, 3), field of view in mm. rows: (B,), index of the training patient to leave out of each prediction,
+        or -1. A regression loaded from a checkpoint ignores `rows`.
         """
         rays = rays_of(xrays, extent, self.greys, self.grid) - self.centre
         coefficients = rays @ self.gain.T
@@ -260,11 +244,9 @@ class Prior(NamedTuple):
 
 
 def rays_of(xrays: Tensor, extent: Tensor, greys: list[Grey], grid: list[int]) -> Tensor:
-    """Convert X-rays (B, views, H, W) in -1..1 to ray means (B, P).
+    """Convert X-rays (B, views, H, W) in [-1, 1] to ray means (B, P), the mean voxel values along P rays.
 
-    A ray mean is the mean voxel value (-1..1) along a ray; P is the number of rays in all views together. greys:
-    relation of grey values to line integrals in each view. extent: field of view (B, 3) in mm. grid: number of voxels
-    (X, Y, Z).
+    extent: (B, 3), field of view in mm. grid: number of voxels (X, Y, Z).
     """
     sums = ray_sums(xrays, extent, greys, grid).sums
     return torch.cat([(plane / grid[axis - 2]).flatten(1) for axis, plane in zip(RAYS, sums, strict=False)], 1)
@@ -273,11 +255,8 @@ def rays_of(xrays: Tensor, extent: Tensor, greys: list[Grey], grid: list[int]) -
 def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
     """Fit the linear posterior, a ridge regression from X-rays to volumes, to N training patients.
 
-    volumes: (N, X, Y, Z) in -1..1. rays: (N, P), mean voxel values along rays, from rays_of().
-
-    The penalty is chosen to minimize the leave-one-out error, which has a closed form. A patient who is left out must
-    also be removed from the mean volume. The patients' weights sum to 0, so a weight of -1 / N for the left-out patient
-    cancels that patient's share of the mean, 1 / N.
+    volumes: (N, X, Y, Z) in [-1, 1]. rays: (N, P) from rays_of(). The penalty minimizes the leave-one-out error, which
+    has a closed form.
     """
     count, mean = len(volumes), volumes.mean(0)
     deviations = (volumes - mean).flatten(1)
@@ -300,8 +279,7 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
         fits.append((error, penalty, kernel))
     error, penalty, kernel = min(fits, key=lambda fit: fit[0])
     coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(PRIOR_RANK, count - 1)].float()
-    # subtracting a constant from every element of the kernel does not change this product: centred_rays has zero column
-    # sums
+    # centred_rays has zero column sums, so subtracting a constant from the kernel does not change this product
     weights = (kernel @ centred_rays).float()
     return Prior(
         grid=list(mean.shape),

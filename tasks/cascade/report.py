@@ -17,16 +17,13 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError
 
 BASELINES = ("linear posterior", "mean volume", "back-projection", "nearest patient")
-# display windows in volume units, where -1..1 is -1000..3000 HU: -1000 to 400 HU for slices, -300 to 300 HU for
-# differences
+# display windows in volume units: -1000 to 400 HU for slices, -300 to 300 HU for differences
 WINDOW, DIFFERENCE = (-1.0, -0.3), 0.15
 
 
 def name_of(row: str) -> str:
-    """Return the prefix for the metric names of one row of the test table.
-
-    row: label of the row, which names a method. The prefix is "rival/<method>/" for baselines, "" for the main results
-    ("one step" and "regression") and "<method>/" for all other rows.
+    """Return the prefix of a row's metric names: "" for the main results, "rival/<method>/" for baselines, else
+    "<method>/".
     """
     name = re.sub("[, -]+", "_", row.replace("'s", ""))
     if row.startswith(BASELINES):
@@ -39,12 +36,9 @@ def print_test(
 ) -> dict[str, float]:
     """Print the table of test scores on rank 0; return {metric name: value}.
 
-    table: {row label: {column name: scores (patients,)}}. grid: size of the voxel grid, for the title. rival_run:
-    folder of another run to add as a row (--rival_run), or None. digest: hash of how this run splits the patients; the
-    other run must split them the same way.
-
-    The metrics are the mean scores over the patients and the lead in PSNR over baselines, with its confidence interval.
-    Raises InputError if rival_run cannot be used.
+    table: {row label: {column name: scores (patients,)}}. grid: voxel grid, for the title. rival_run: folder of another
+    run to add as a row, or None. digest: hash of this run's patient split. Raises InputError if rival_run cannot be
+    used.
     """
     rows, metrics = {}, {}
     for row, columns in table.items():
@@ -86,11 +80,10 @@ def print_test(
 
 
 def read_rival(folder: Path, digest: str, columns: list[str]) -> dict[str, dict[str, float]]:
-    """Read the test scores of another run (--rival_run) as {row label: {column name: mean score}}.
+    """Read another run's test scores from its folder (--rival_run) as {row label: {column name: mean score}}.
 
-    folder: the other run's folder. digest: hash of how this run splits the patients. columns: names of the scores to
-    read. Raises InputError if the folder has no readable summary.json or if the other run split the patients
-    differently.
+    digest: hash of this run's patient split. Raises InputError if there is no readable summary.json or if the other run
+    has a different patient split.
     """
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -149,10 +142,10 @@ def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
 
 
 def write_volume(path: Path, volume: Tensor, extent: list[float], is_difference: bool = False) -> None:
-    """Write a volume (X, Y, Z) with values in -1..1 to a NIfTI file as integer HU; the volume is centred at 0 mm.
+    """Write a volume (X, Y, Z) with values in [-1, 1] to a NIfTI file in integer HU, centred at 0 mm.
 
-    extent: field of view (3,) in mm. is_difference: the volume is a difference or a standard deviation of volumes, so
-    its values are scaled to HU without adding an offset. Raises RunError if the file cannot be written.
+    extent: (3,), field of view in mm. is_difference: whether to scale without an offset, for differences and standard
+    deviations of volumes. Raises RunError if the file cannot be written.
     """
     import nibabel
 

@@ -1,7 +1,6 @@
 """Write a data folder of synthetic patients, each with a CT and two X-rays, for train_accelerate.py.
 
-The CTs (NIfTI, HU) show torsos with lungs, a spine, ribs, a heart and nodules; their voxel size and orientation vary.
-Patients differ in body size, posture, heart, diaphragm and nodules, and all of this is visible in the X-rays.
+The CTs show torsos with random anatomy. Voxel size and orientation vary between files.
 """
 
 import argparse
@@ -16,8 +15,7 @@ from utils.cli import InputError, whole
 FIELD = (380.0, 300.0, 340.0)
 # voxel sizes along x, y and z, relative to the width of the field of view divided by --matrix
 VOXELS = ((1.0, 1.0, 1.0), (0.9, 0.9, 1.3), (1.1, 1.1, 0.9))
-# how a file may store the CT: order of the axes x, y and z; direction of each axis (1 as in RAS+, -1 reversed), giving
-# the orientations RAS, LPS, LAS and RAI
+# order and direction of the axes in CT files
 AXIS_ORDERS = ((0, 1, 2), (0, 1, 2), (2, 1, 0))
 ORIENTATIONS = ((1, 1, 1), (-1, -1, 1), (-1, 1, 1), (1, 1, -1))
 
@@ -48,7 +46,7 @@ def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> N
 
 
 class Phantom:
-    """Synthetic CT in HU: initially air, into which ellipsoids are drawn.
+    """Synthetic CT in HU, which contains air until ellipsoids are drawn into it.
 
     Coordinates are in mm from the centre of the CT: x increases to the patient's right, y to the front, z to the head.
     """
@@ -92,12 +90,11 @@ def write_ct(path: Path, rng: Generator, matrix: int) -> None:
 
 
 def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
-    """Draw a torso with random anatomy. field: field of view (3,) in mm. voxel: voxel size (3,) in mm."""
+    """Draw a torso with random anatomy. field: (3,), field of view in mm. voxel: (3,), voxel size in mm."""
     torso = Phantom(field, voxel)
     uniform, normal = rng.uniform, rng.normal
 
-    # width, depth and height relative to an average body; then in mm: rightward and forward shift of the body, bend of
-    # the spine, upward shift of the diaphragm, thickness of the fat layer
+    # width, depth and height are relative to an average body, all other values are in mm
     width, depth, height = uniform(0.75, 1.12), uniform(0.75, 1.15), uniform(0.9, 1.1)
     lean, forward, bend = uniform(-32, 32), uniform(-26, 26), uniform(-18, 18)
     raised, fat = uniform(-45, 45), uniform(8, 28)
@@ -118,7 +115,6 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
             hu = 0.75 * uniform(450, 650)
             torso.add((side * 118 * width, 8, level * height + raised), (9, 62 * depth, 8), hu)
 
-    # heart
     x, z = -26 * width + uniform(-10, 10), -18 + raised + uniform(-10, 10)
     radii = (uniform(44, 66), uniform(40, 54), uniform(46, 62))
     torso.add((x, 26 * depth, z), radii, normal(55, 6))
@@ -128,7 +124,7 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
     torso.add((0, -66 * depth, 0), (19, 18, 900), bone)
     torso.add((0, -92 * depth, 0), (6, 12, 900), 0.8 * bone)
 
-    # nodules, each in the left or right lung at random; about a fifth of the patients have none
+    # nodules, each in a random lung; about a fifth of the patients have none
     for _ in range(rng.poisson(1.5)):
         x = rng.choice([-1, 1]) * uniform(45, 90) * width
         y, z = uniform(-35, 35) * depth, raised + uniform(-40, 90)

@@ -7,7 +7,7 @@ OUT/questions.arrow       one row per question: index of the study, answer head,
 OUT/images_<side>.u8      decoded images, (studies, side, side) uint8
 OUT/prepared.json         sources, settings, and counts of used and excluded data
 
-All files are written to a temporary folder, which is renamed to OUT at the end. So if OUT exists, it is complete.
+The files are written to a temporary folder, which is renamed to OUT when it is complete.
 """
 
 import argparse
@@ -46,11 +46,11 @@ VIEWS = {"frontal": ("PA", "AP"), "PA": ("PA",), "AP": ("AP",), "lateral": ("LAT
 VIEW_OF_CODE = {"postero-anterior": "PA", "antero-posterior": "AP", "lateral": "LATERAL", "left lateral": "LL"}
 GRADES = ("D", "C", "B", "A", "A+", "A++")
 RATING = "question.quality.rating"
-# dictionary encoding for text columns, because a few distinct texts repeat many times
+# dictionary-encoded, because a few distinct texts repeat many times
 TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(), "type": TEXT, "question": TEXT})
 UNREADABLE = (OSError, ValueError, EOFError, zlib.error)
-# jobs of the process pool: number of studies whose questions are read, or of images decoded, per job
+# studies per job when reading questions; images per job when decoding
 STUDIES, IMAGES = 256, 64
 
 
@@ -70,13 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of patients in train, val and test, for a table without a split column",
     )
     add("--seed", type=int, default=0, help="seed of --split; with it, a patient's name determines the split")
-    # joblib counts the usable CPU cores without importing torch; on Windows it returns at most 61, the limit of process
-    # pools
+    # joblib counts the usable CPU cores; on Windows, it returns at most 61, the limit of process pools
     add("--workers", type=whole(1), default=joblib.cpu_count(), help="number of processes")
 
 
 def map_lazily(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
-    """Like pool.map(), but with at most `ahead` jobs in memory, because all jobs together would need gigabytes."""
+    """Like pool.map(), but with at most `ahead` jobs in memory."""
     waiting = deque()
     for job in jobs:
         waiting.append(pool.submit(function, job))
@@ -95,7 +94,6 @@ def table_of(rows: list[tuple]) -> pa.Table:
 
 
 def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
-    """Read the named columns of a CSV file as text. Raises InputError if the file is unreadable or lacks a column."""
     try:
         return pd.read_csv(path, dtype=str, usecols=columns)
     except UNREADABLE as error:
@@ -103,13 +101,11 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 
 
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
-    """Return the studies with an image in this view, one image each, and counts of excluded studies by reason.
+    """Return one row per study with an image in this view, and counts of excluded studies by reason.
 
-    jpg: folder of MIMIC-CXR-JPG. view: a key of VIEWS; for "frontal", a PA image takes precedence over an AP image. If
-    several images have the same view, the first by dicom_id is used. patients: path of MIMIC-IV's patients.csv.gz (sex
-    and age), or None. The studies are sorted by split, then by study_id.
-
-    Raises InputError if a file is unreadable, a patient is in two splits, or none of the images exists.
+    jpg: folder of MIMIC-CXR-JPG. view: key of VIEWS. patients: path of MIMIC-IV's patients.csv.gz (sex and age), or
+    None. The studies are sorted by split. Raises InputError if a file is unreadable, a patient is in two splits, or no
+    image exists.
     """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
     table = read_csv(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", names)
@@ -145,11 +141,7 @@ def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFra
 
 
 def find_release(root: Path, grade: str) -> Path:
-    """Return the folder that contains the questions (qa/ or qa.zip): root or root/exports/<grade>_frontal.
-
-    root: folder of MIMIC-Ext-CXR-QBA. In the folder name, the grade has no plus signs. Raises InputError if neither
-    folder contains the questions.
-    """
+    """Return the folder that contains the questions (qa/ or qa.zip): `root` or root/exports/<grade>_frontal."""
     for folder in (root, root / "exports" / f"{grade.rstrip('+')}_frontal"):
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             return folder
@@ -159,8 +151,7 @@ def find_release(root: Path, grade: str) -> Path:
 def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
     """Return a function that maps a study_id to the ids of its questions with at least this quality grade.
 
-    release: folder of MIMIC-Ext-CXR-QBA. Reads metadata/question_metadata.parquet, because the question files do not
-    contain the grades. Raises InputError if the parquet file is unreadable.
+    The grades are in metadata/question_metadata.parquet, not in the question files.
     """
     path = release / "metadata" / "question_metadata.parquet"
     good = GRADES[GRADES.index(grade) :]
@@ -190,7 +181,7 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
 
 @functools.cache
 def open_release(release: Path) -> Path | zipfile.Path:
-    """Return the folder `release` if it contains a folder qa/, otherwise its qa.zip as a zipfile.Path.
+    """Return the folder `release` if it contains a folder qa/, otherwise its qa.zip.
 
     Cached, so that each process reads the 227,827 file names in qa.zip only once.
     """
@@ -257,11 +248,9 @@ def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFram
 def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
     """Return the CheXpert labels in a row of the user's table as {label: 1, 0 or -1}.
 
-    The column "labels" lists the labels that are present; all others are then 0. Without this list, each label has a
-    column of its own. source: file and line of the row, for error messages. Raises InputError if a value is invalid.
+    A column "labels" lists the present labels, and all other labels are 0. Otherwise, each label has its own column.
     """
     present = [name.strip().lower() for name in row.get("labels", "").split(";") if name.strip()]
-    # in the column "labels", "none" means the same as "no finding"
     present = ["no finding" if name == "none" else name for name in present]
     for name in present:
         if name not in CLASS_OF["category"]:
@@ -279,8 +268,7 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
     """Return image, patient, split, known labels and, if given, view, sex and age from a row of the user's table.
 
-    By default, each image counts as a separate patient, and the patient's name and --seed determine the split. source:
-    file and line of the row, for error messages. folder: the table's folder; image paths are relative to it. Raises
+    By default, each image is a separate patient, and the patient's name and --seed determine the split. Raises
     InputError if a value is invalid or the image does not exist.
     """
     image, split = row["image"], row.get("split", "")
@@ -301,8 +289,7 @@ def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Name
 def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
     """Return (index of the answer head, index of the answer's class, type, text) for a question in the user's table.
 
-    If the row names no head, the answer determines the head, because no answer belongs to two heads. source: file and
-    line of the row, for error messages. Raises InputError if the question is blank or the head or answer is unknown.
+    If the row names no head, the answer determines the head. Raises InputError if a value is invalid.
     """
     answer, text = row.get("answer", "").lower(), row["question"]
     head = row.get("head", "").lower() or next((name for name in HEADS if answer in CLASS_OF[name]), None)
@@ -319,8 +306,8 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
     """Read the user's table of images, questions, answers and labels; return (studies, questions, empty Counter).
 
-    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question. The Counter of excluded
-    rows is always empty: if any rows are invalid, the function lists them all and raises InputError.
+    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question. Raises InputError with a
+    list of all invalid rows.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
@@ -363,10 +350,9 @@ def decode(path: str | Path, side: int) -> np.ndarray:
 
 
 def decode_part(job: tuple) -> list[tuple[int, str]]:
-    """Decode one image for each of several consecutive studies and write the pixels to the image file.
+    """Decode images into the image file; return [(index of the study, error message)] for unreadable images.
 
-    job: (image file, side in pixels, index of the first study, paths of the images). Unreadable images are left black;
-    returns [(index of the study, error message)] for them.
+    job: (image file, side in pixels, index of the first study, paths of the images).
     """
     file, side, first, paths = job
     pixels, problems = np.zeros((len(paths), side, side), np.uint8), []
@@ -383,12 +369,12 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
 
 
 def write(args: argparse.Namespace, folder: Path) -> None:
-    """Write studies.parquet, questions.arrow, images_<side>.u8 and prepared.json into `folder`; print a summary.
+    """Write all files into `folder` and print a summary.
 
     Raises InputError if a source is unusable or if no question is left.
     """
     own = len(args.source) == 1
-    # without gc.disable, the worker processes would spend half their time on garbage collection, which frees nothing
+    # without gc.disable, the worker processes would spend half their time on garbage collection
     with ProcessPoolExecutor(args.workers, initializer=gc.disable) as pool:
         studies, rows, left_out = read_own(args) if own else read_releases(args, pool)
         if not len(rows):
@@ -424,7 +410,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     metadata |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     metadata |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
-        # a resumed training run compares this digest with its checkpoint to make sure that the questions are the same
+        # a resumed training run uses this digest to check that the questions are unchanged
         metadata["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
@@ -463,23 +449,22 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """Return [0, end of train, end of val, end of test]: the splits' boundaries when questions are sorted by split.
+    """Return [0, end of train, end of val, end of test] as row numbers in the questions, which are sorted by split.
 
-    studies: table of the studies with a column "split". study (questions,): index of each question's study, sorted.
+    study: (questions,) index of each question's study.
     """
     sizes = studies["split"].value_counts().reindex(SPLITS, fill_value=0)
-    # convert to the dtype of `study`, because np.searchsorted would copy `study` if the dtypes differed
+    # np.searchsorted would copy `study` if the dtypes differed
     return [0, *np.searchsorted(study, sizes.cumsum().to_numpy(study.dtype)).tolist()]
 
 
 @dataclass
 class Prepared:
-    """Contents of a folder that prepare() wrote. A machine's processes share the large arrays, which are memory-mapped.
+    """Contents of a folder that prepare() wrote, memory-mapped.
 
-    images (studies, side, side): uint8 gray values. studies: the table studies.parquet. labels (studies, 14): CheXpert
-    labels 1, 0, -1 (uncertain) or NaN. study, head, target (questions,): indices of each question's study, answer head
-    and target class. type, question (questions,): indices into `types` and `texts`. bounds: where the splits end among
-    the questions, see split_bounds(). metadata: contents of prepared.json.
+    images: (studies, side, side) uint8. labels: (studies, 14) CheXpert labels 1, 0, -1 (uncertain) or NaN. study, head,
+    target: (questions,) indices of each question's study, answer head and target class. type, question: (questions,)
+    indices into `types` and `texts`. bounds: result of split_bounds().
     """
 
     folder: Path
@@ -497,7 +482,7 @@ class Prepared:
     metadata: dict
 
     def __reduce__(self):
-        # pickle only the folder's path: spawned DataLoader workers then map the files instead of receiving copies
+        # pickle only the path, so that spawned DataLoader workers map the files instead of receiving copies
         return open_prepared, (self.folder,)
 
 

@@ -1,4 +1,4 @@
-"""Read annotation CSVs, find and check the images and masks that they list, and compute a mask's position in its image.
+"""Read annotation CSVs, check the images and masks that they list, and compute the position of a mask.
 
 Does not import torch.
 """
@@ -24,16 +24,16 @@ from utils.images import IMAGE_ENDINGS, open_upright
 from utils.tables import SPLITS, find_column, in_two_splits, patient_in, read_table
 
 NEEDED = ("image_path", "split", "question", "answer")
-# the values that position_of() returns; PositionData.decode_mask() stores an index into this tuple
+# PositionData.decode_mask() stores an index into this tuple
 POSITIONS = (None, "top left", "top right", "bottom left", "bottom right", "center")
 PLACE = r"\b(?:(top|upper|bottom|lower)[\s-]+(left|right)|center|centre|middle)\b"
 
 
 class Row(NamedTuple):
-    """One row of an annotation CSV: a question about an image, the answer, and the paths of the image and its mask.
+    """One row of an annotation CSV: a question about an image.
 
     source: the CSV file and the row number, as `file:row`. digest: hash of the image's pixels, set by check_data().
-    names: the name and synonyms of the structure that the question is about; () if unknown.
+    names: name and synonyms of the structure; () if unknown.
     """
 
     modality: str
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """The image's digest, shared by copies under other names, or the file's path if the digest is unknown."""
+        """Key of the image: its digest or, if the digest is unknown, its path."""
         return self.digest or self.image
 
 
@@ -65,10 +65,8 @@ def read_rows(
 ) -> list[Row]:
     """Read the rows of root/annotations/*.csv or, if there are none, of root/annotations/qa/*.csv.
 
-    names: CSV files to read, without .csv; default: all. patient_column: the CSV column with the patient id; default:
-    "patient", if it exists. patient_pattern: a regular expression that finds the patient id in the image's file name
-    instead. skip_bad_rows: drop unusable rows; otherwise, a single InputError reports all of them. Also raises
-    InputError for a missing CSV or column.
+    names: CSV files to read, without .csv. patient_pattern: regular expression that finds the patient id in the image's
+    file name. Raises InputError for a missing CSV or column and, unless skip_bad_rows is True, for unusable rows.
     """
     folder = root / "annotations"
     files = {file.stem: file for file in sorted(folder.glob("*.csv")) or sorted(folder.glob("qa/*.csv"))}
@@ -111,10 +109,7 @@ def read_rows(
 def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[str, str]]) -> tuple[str, str]:
     """Return the paths (image, mask) of the files that a CSV row refers to.
 
-    path: the row's image_path, which is the path of the MASK and may contain backslashes. image_name: the image's file
-    name, needed if several masks share the image. The extensions of the image and the mask may differ, and a mask may
-    be named <image's name>_Segmentation, as in the ISIC data set. The modality's folder may be one level deeper than in
-    `path`, as in the newer release of the PRS-Med data. listings: a cache of folder contents, filled here. Raises
+    path: the row's image_path, which is the path of the MASK. listings: cache of folder contents, filled here. Raises
     ValueError if a file is missing.
     """
     parts = PurePosixPath(path.replace("\\", "/")).parts
@@ -148,7 +143,7 @@ def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[
 def foreground(image: Image.Image) -> np.ndarray:
     """Convert an 8-bit mask to bool (H, W).
 
-    The threshold is 127 for a mask with values above 127, because JPEG compression blurs edges, and otherwise 0.
+    The threshold is 127, because JPEG compression blurs edges; it is 0 if no value is above 127.
     """
     values = np.asarray(image)
     values = values if values.ndim == 2 else values.max(axis=2)
@@ -162,12 +157,12 @@ def open_mask(path: str | Path) -> np.ndarray:
 def is_label_map(values: np.ndarray) -> bool:
     """Return whether a mask (H, W) has several areas with different values above 0.
 
-    Intermediate values at edges that are soft or blurred by JPEG compression are ignored.
+    Intermediate values at soft edges are ignored.
     """
     levels = np.unique(values)
     if len(levels) <= 2 and levels[0] == 0:
         return False
-    # more than 16 values suggest JPEG compression, so allow for its noise in uniform areas and in the background
+    # more than 16 values suggest JPEG compression, so allow for its noise
     least, noise = (levels[-1] / 8, levels[-1] / 64) if len(levels) > 16 else (0, 0)
     areas = values[(maximum_filter(values, 3) - minimum_filter(values, 3) <= noise) & (values > least)]
     return len(areas) > 0 and bool(areas.max() > areas.min() + least)
@@ -180,8 +175,8 @@ def is_misfit(image: tuple[int, int], mask: tuple[int, int]) -> bool:
 def position_of(mask: np.ndarray) -> str | None:
     """Return the position of the foreground in a bool mask (H, W), such as "top left"; None for an empty mask.
 
-    The position is "center" if the foreground's bounding box contains the centre of the image, and otherwise the
-    quadrant that contains the centre of the bounding box.
+    The position is "center" if the foreground's bounding box contains the image centre, and otherwise the quadrant that
+    contains the centre of the bounding box.
     """
     ys, xs = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     if not len(ys):
@@ -194,7 +189,7 @@ def position_of(mask: np.ndarray) -> str | None:
 
 
 def position_in(sentence: str) -> str | None:
-    """Return the last position named in a sentence: "bottom left" for "the right kidney is in the bottom left"."""
+    """Return the last position named in a sentence, such as "bottom left", or None."""
     named = re.findall(PLACE, sentence.lower())
     if not named:
         return None
@@ -203,12 +198,12 @@ def position_in(sentence: str) -> str | None:
 
 
 def is_right(found: str | None, true: str | None) -> float | None:
-    """Return 1.0 if the positions `found` and `true` are equal, otherwise 0.0; None if `true` is None."""
+    """Return 1.0 if the two positions are equal, otherwise 0.0; None if `true` is None."""
     return true and float(found == true)
 
 
 def name_position(sentence: str, before: str | None, after: str | None) -> str:
-    """Replace the last position named in a sentence with `after`, but only if that position is `before`."""
+    """Replace the last position named in a sentence with `after` if that position is `before`."""
     named = [*re.finditer(PLACE, sentence, re.IGNORECASE)]
     if not named or not after or before == after or position_in(sentence) != before:
         return sentence
@@ -220,11 +215,10 @@ def name_position(sentence: str, before: str | None, after: str | None) -> str:
 
 
 class FileCheck(NamedTuple):
-    """Result of check_data() for one image file or mask file.
+    """Result of check_data() for one image or mask file.
 
-    bytes, mtime_ns: the file's size and modification time, which show whether the file has changed since the check.
-    digest: hash of the image's pixels or of the mask's foreground. pixels: number of the mask's foreground pixels; 0
-    for an image.
+    bytes, mtime_ns: size and modification time, which show whether the file has changed. digest: hash of the image's
+    pixels or of the mask's foreground.
     """
 
     bytes: int
@@ -237,11 +231,10 @@ class FileCheck(NamedTuple):
 
 
 def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[list[Row], list[str]]:
-    """Decode each image and mask once; return the rows with their digests, and the warnings, one line for each type.
+    """Decode each image and mask once; return the rows with their digests, and the warnings.
 
-    image_size: side of the model's input in pixels, for the warning about masks that become too small at that size;
-    None: the size of the mask file. cache: JSON file with the FileCheck of each file, updated here; files that have not
-    changed since their last check are not decoded again. A single InputError reports all unreadable files.
+    image_size: side of the model's input in pixels, for the warning about small masks. cache: JSON file of earlier
+    results; only files that have changed are decoded again. Raises one InputError for all unreadable files.
     """
     try:
         known = {key: FileCheck(*values) for key, values in json.loads(cache.read_text()).items()}
@@ -260,7 +253,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
             digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
             if kind == "image":
                 return FileCheck(*stamp, *image.size, digest, 0, False)
-            # convert to grey: the colours of a label map still differ, so is_label_map() can tell them apart
+            # the colours of a label map still differ after the conversion to grey
             label_map = is_label_map(np.asarray(image.convert("L")))
             return FileCheck(*stamp, *image.size, digest, int(content.sum()), label_map)
         except Exception as error:
@@ -277,7 +270,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
     problems = [result for result in checks.values() if isinstance(result, str)]
     known |= {key: result for key, result in checks.items() if isinstance(result, FileCheck)}
     partial = cache.with_name(f"{cache.name}.{os.getpid()}")
-    # if the data folder is read-only, no cache is written and the next run checks all files again
+    # if the data folder is read-only, the next run checks all files again
     with contextlib.suppress(OSError):
         partial.write_text(json.dumps(known))
         os.replace(partial, cache)
@@ -297,7 +290,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
         side = max(mask.width, mask.height)
         if mask.pixels * ((image_size or side) / side) ** 2 < 25:
             found["the mask has fewer than 25 pixels at the model's size; raise --image_size"] += [row.source]
-        # if one name contains all words of another ("left kidney", "kidney"), assume that both mean the same structure
+        # "kidney" and "left kidney" may mean the same structure
         named = set(" ".join(row.names[:1]).casefold().split())
         first = structures.setdefault((image.digest, mask.digest), named)
         if not (first <= named or named <= first):

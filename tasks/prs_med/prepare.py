@@ -1,4 +1,4 @@
-"""Convert images or volumes, and their masks or label maps, to the folders and the CSV that train_prs_med.py reads."""
+"""Convert images and masks, or volumes and label maps, to the data set format of train_prs_med.py."""
 
 import csv
 import json
@@ -24,8 +24,7 @@ from utils.volumes import read_volume
 
 VOLUME = r"(?i)[.]nii([.]gz)?$"
 ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_ENDINGS)))
-# GAP: separators in file names. MASK_WORDS, IMAGE_WORDS: words that may follow the common part of the file names of a
-# mask and its image; nnU-Net appends _0000 to image names
+# words that may end the file name of a mask or an image; nnU-Net appends _0000 to image names
 GAP = "[ _.+-]+"
 MASK_WORDS = "mask|masks|seg|segmentation|label|labels|gt"
 IMAGE_WORDS = "image|img|0000"
@@ -36,10 +35,10 @@ LABEL_MAP = 'a label map; name its values, as --labels "1=liver,2=spleen"'
 
 
 class Pair(NamedTuple):
-    """An image file, its mask file, and the patient and split that both belong to.
+    """An image file, its mask file, and their patient and split.
 
-    structure: name of the structure in the mask; "" if it is unknown or the mask is a label map. stem: the image's path
-    relative to the image folder, without the extension.
+    structure: the structure in the mask; "" if it is unknown or the mask is a label map. stem: image path relative to
+    the image folder, without the extension.
     """
 
     image: Path
@@ -51,8 +50,6 @@ class Pair(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One row of the annotation CSV; the field names are the column names."""
-
     image_path: str
     image_name: str
     split: str
@@ -65,16 +62,16 @@ class Record(NamedTuple):
 
 
 def parse_labels(text: str) -> dict[int, str]:
-    """Parse --labels for argparse; return {label value: structure name}, without the background value 0.
+    """Parse --labels; return {label value: structure name}, without the background value 0.
 
-    text: "1=liver,2=left kidney,3=-", where "-" skips a value, or the path of a dataset.json file as in the Medical
-    Segmentation Decathlon or nnU-Net. Raises ArgumentTypeError if the text or file is unusable.
+    text: "1=liver,2=left kidney,3=-", where "-" skips a value, or the path of a dataset.json (Medical Segmentation
+    Decathlon or nnU-Net). Raises ArgumentTypeError for unusable input.
     """
     try:
         listed = [re.split(r"\s*=\s*", part.strip()) for part in text.split(",")]
         if text.endswith(".json"):
             listed = json.loads(Path(text).read_text(encoding="utf-8"))["labels"].items()
-        # the Decathlon's dataset.json maps values to names, nnU-Net's maps names to values
+        # the Decathlon's dataset.json maps values to names; nnU-Net's maps names to values
         ordered = [sorted(map(str, pair), key=str.isdigit) for pair in listed]
         return {int(value): name for name, value in ordered if int(value)}
     except (OSError, ValueError, KeyError, AttributeError):
@@ -107,7 +104,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Return {lower-case path relative to `folder`, without extension: file} for all images below `folder`.
+    """Return {lower-case relative path without extension: file} for all images below `folder`.
 
     Raises InputError if two files have the same key, or if there are no images.
     """
@@ -125,10 +122,8 @@ def list_files(folder: Path) -> dict[str, Path]:
 def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[str]) -> tuple[Path | None, str]:
     """Return a mask's image (None if there is none) and structure, both found from the mask's file name.
 
-    key: the mask's key in list_files(). images: {key: file}. Structure names and MASK_WORDS are removed from the end of
-    the mask's key until an image has the same key; the mask file itself does not count. The structure is the one whose
-    name ends the mask's key. If there is none, it is the only element of `structures`, or "" if there are several
-    elements or none.
+    key: the mask's key in list_files(). Structure names and MASK_WORDS are removed from the end of the key until an
+    image has this key. The structure is "" if it is unknown.
     """
     words = {name: GAP.join(map(re.escape, name.partition("|")[0].lower().split())) for name in structures}
     named = [name for name, word in words.items() if re.search(f"{GAP}{word}({GAP}({MASK_WORDS}))*$", key)]
@@ -142,9 +137,9 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
 
 
 def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
-    """Read the --table file; return {lower-case image file name without extension: (patient, split)}.
+    """Read --table; return {lower-case image file name without extension: (patient, split)}.
 
-    Without a column "split", the split is chosen by a hash of --seed and the patient. Raises InputError if a row is
+    Without a split column, a hash of --seed and the patient determines the split. Raises InputError if a row is
     incomplete or a patient is in two splits.
     """
     table = read_table(args.table)
@@ -164,10 +159,9 @@ def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
 
 
 def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) -> dict[str, np.ndarray]:
-    """Split a label map (H, W) or convert a mask (H, W); return {structure name: bool mask (H, W)}.
+    """Split a label map (H, W), or convert a mask (H, W), to {structure name: bool mask (H, W)}.
 
-    labels: {label value: structure name, or "-" to skip the value}; None if the mask shows only `structure`. Raises
-    ValueError if a structure's name is unknown.
+    labels: {label value: structure name, or "-" to skip the value}. Raises ValueError if a structure's name is unknown.
     """
     if labels:
         unnamed = set(np.unique(values).tolist()) - {0, *labels}
@@ -184,16 +178,14 @@ def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) 
 def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list[tuple]:
     """Return [(file name suffix, image, {structure: bool mask})] for an image or for the slices of a volume.
 
-    Slices without foreground are left out; of the rest, one every --slice_spacing mm is used. Slices are orthogonal to
-    the axis with the largest voxel spacing, or axial if all spacings are about equal. The top is the front of the body
-    in axial slices and the head in all others. The left side is the front in sagittal slices and the patient's right in
-    all others. Raises InputError, which names the file, if a file is unusable.
+    Slices are orthogonal to the axis with the largest voxel spacing. In axial slices, the top is the front of the body
+    and the left side is the patient's right. Raises InputError if a file is unusable.
     """
     path = image
     try:
         if image.is_file() and not re.search(VOLUME, image.name):
             pixels, path = open_upright(image, args.window), mask
-            # read a label map's values unchanged, but open a mask as training does: rotated by its EXIF tag, in 8 bits
+            # read label values unchanged, but open a mask as training does: rotated by its EXIF tag, in 8 bits
             values = np.asarray(Image.open(mask) if args.labels else open_upright(mask).convert("L"))
             if values.ndim > 2:
                 raise ValueError("labels in colours; write them as numbers in one channel")
@@ -231,13 +223,12 @@ def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str,
 
 
 def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple[list[Pair], dict[Path, str]]:
-    """Pair each mask with its image; return the pairs, and {unused file: reason}.
+    """Pair each mask with its image; return the pairs and {unused file: reason}.
 
-    images, masks: {key: file} from list_files(). known: {file name: (patient, split)} from read_patients(); {} without
-    --table. Initially, all files count as unused; write_set() deletes the entries of converted files.
+    known: {file name: (patient, split)} or {}. Paired files count as unused until write_set() has converted them.
     """
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
-    # the image of a NIfTI mask may be a whole folder of DICOM slices
+    # a NIfTI mask may belong to a folder of DICOM slices
     folders = {path.parent.relative_to(args.images).as_posix().lower(): path.parent for path in images.values()}
     unused = dict.fromkeys(masks.values(), "no image of this name")
     unused |= dict.fromkeys(images.values(), "no mask of this name")
@@ -263,8 +254,7 @@ def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple
 def write_set(pairs: list[Pair], unused: dict, folder: Path, name: str, args: Namespace) -> list[Record]:
     """Write the images and masks of the pairs to `folder`; return the rows of the annotation CSV.
 
-    unused: {unused file: reason} from pair_files(); the entries of converted files are deleted. name: name of the data
-    set, the first part of each path in the CSV. A single InputError reports all unusable files.
+    Removes converted files from `unused`. Raises one InputError for all unusable files.
     """
     for split in ("train", "val", "test"):
         (folder / f"{split}_images").mkdir(parents=True)
@@ -282,7 +272,7 @@ def write_set(pairs: list[Pair], unused: dict, folder: Path, name: str, args: Na
 
         for addition, pixels, of_view in views:
             file = re.sub(UNSAFE, "_", stem) + addition
-            # different images may get the same file name, because "_" replaces unsafe characters
+            # replacing unsafe characters may give two images the same file name
             while image_of.setdefault(file.lower(), image) != image:
                 file += "_"
             for names, inside in sorted(of_view.items()):
@@ -325,10 +315,10 @@ def print_summary(rows: list[Record], unused: dict, known: dict, args: Namespace
 
 
 def prepare(args: Namespace) -> None:
-    """Write the annotations to OUT/annotations/NAME.csv, and the images and masks to the folder OUT/NAME.
+    """Write the annotations to OUT/annotations/NAME.csv, and the images and masks to OUT/NAME.
 
-    The CSV and the folder get these names only when both are complete. Raises InputError for unusable input, and
-    RunError if OUT cannot be written.
+    The CSV and the folder appear only when both are complete. Raises InputError for unusable input, and RunError if OUT
+    cannot be written.
     """
     name = args.name or re.sub(UNSAFE, "_", args.images.resolve().name)
     folder, table, partial = args.out / name, args.out / f"annotations/{name}.csv", args.out / f".{name}.partial"

@@ -1,4 +1,4 @@
-"""PRS-Med results: test table (with ablations and baseline models), figure of examples, and output of --predict."""
+"""PRS-Med results: test table, figure of examples, and output of --predict."""
 
 import textwrap
 import warnings
@@ -16,7 +16,7 @@ from tasks.prs_med.wordings import named_in
 from utils import stats
 
 EXAMPLES, MOST_ABLATED = 6, 300
-# MEANS: scores to average over rows, in 0..1 except hd95, which is in pixels. COLUMNS: titles in the printed table
+# scores to average over rows: in [0, 1], except hd95, which is in pixels
 MEANS = ("dice", "iou", "position_accuracy", "position_accuracy_mask", "hd95")
 COLUMNS = {"dice": "Dice", "position_accuracy": "position", "position_accuracy_mask": "mask pos.", "hd95": "HD95"}
 
@@ -24,12 +24,12 @@ COLUMNS = {"dice": "Dice", "position_accuracy": "position", "position_accuracy_m
 def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
     """Return the 95th-percentile Hausdorff distance in pixels for each pair of bool masks (B, H, W).
 
-    The distance is 0 if both masks of a pair are empty, and the length of the image diagonal if only one is.
+    The distance is 0 if both masks are empty, and the length of the image diagonal if only one mask is empty.
     """
     from monai.metrics import compute_hausdorff_distance
 
     with warnings.catch_warnings():
-        # ignore MONAI's warnings about empty masks and about a deprecated function that MONAI itself calls
+        # MONAI warns about empty masks and about a deprecated function that MONAI itself calls
         warnings.simplefilter("ignore")
         distances = compute_hausdorff_distance(predicted[:, None], target[:, None], True, percentile=95)[:, 0]
     limits = float(np.hypot(*target.shape[1:])) * (predicted | target).any((1, 2))
@@ -41,18 +41,14 @@ def evenly_spaced(items, most: int) -> list:
 
 
 def case_of(row: Row) -> str:
-    """Return the case that a row belongs to: the patient if known, otherwise the image.
-
-    Confidence intervals treat the rows of one case as dependent.
-    """
+    """Return the patient or, if unknown, the image: confidence intervals treat the rows of a case as dependent."""
     return row.patient or row.identity
 
 
 def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, int, Row]]:
-    """Make two changed copies of each selected row: one with a blank image, one with the image of another case.
+    """Copy each selected row twice: with a blank image, and with the image of another case.
 
-    some: indices of the selected rows. Returns [(name of the ablation, row index, changed row)]. If all selected rows
-    belong to one case, only the copies with a blank image are made.
+    some: indices of the selected rows. Returns [(name of the ablation, row index, changed row)].
     """
     asked = [rows[index] for index in some]
     changed = []
@@ -66,10 +62,10 @@ def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, in
 
 
 def join_wordings(others: dict[str, list[dict]]) -> None:
-    """Combine the scores of reworded questions in `others`, {name: scores, one dict per row}, which is modified.
+    """Replace the "wording/..." entries of `others` with "in_other_words" and "worst_wording".
 
-    Two entries replace the entries "wording/...": "in_other_words" contains each row's mean scores over all wordings,
-    and "worst_wording" the scores for the wording with the lowest mean Dice.
+    "in_other_words": each row's mean scores over all wordings. "worst_wording": the scores for the wording with the
+    lowest mean Dice.
     """
     asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
     if asked:
@@ -80,12 +76,10 @@ def join_wordings(others: dict[str, list[dict]]) -> None:
 
 
 def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], rows: list[Row]) -> dict[str, float]:
-    """Rank 0 only: print the test table, one line for the network and one per item of `others`; return {metric: value}.
+    """Rank 0 only: print a table line for the network and for each item of `others`; return {metric: value}.
 
-    scores: the network's scores, one dict per row. others: {name: scores} of ablations, rewordings and baseline models.
-    rows: the rows of the split. Table entries are means over rows; the 95% confidence intervals treat the rows of one
-    case as dependent. The last column is the network's mean paired difference from each ablation, rewording or baseline
-    model: in Dice or, for baseline models without masks, in position accuracy.
+    others: {name: scores} of ablations, rewordings and baselines. The last column is the network's mean gain over each
+    item, in Dice or, for baselines without masks, in position accuracy.
     """
     metrics: dict[str, float] = {}
     absent = others.pop("absent", [])
@@ -93,9 +87,9 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     def add_metric(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         mean = metrics[key] = sum(values.values()) / len(values)
         low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
-        # with only one case, both interval bounds are NaN; the comparison drops them, because NaN != NaN
+        # with only one case, both bounds are NaN, so this comparison is false
         if low == low:
-            # clip a score's interval at 0; a difference between two scores can be negative
+            # a score cannot be negative, but a difference between two scores can
             low = low if sign else max(low, 0.0)
             metrics.update({f"{key}_low": low, f"{key}_high": high})
         return stats.shown(mean, low, high, sign)
@@ -114,7 +108,6 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
             if values:
                 text = add_metric(f"{key}/{name}", values, name != "hd95")
                 if name in COLUMNS:
-                    # the printed table shows the interval of Dice only; summary.json contains those of all scores
                     line[COLUMNS[name]] = text if name == "dice" else text.partition(" ")[0]
         title = key.rpartition("/")[2]
         if key in parts:
@@ -130,7 +123,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     print(f"\n{split}: {asked} questions, {cases} cases (95 % intervals by case)")
     print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
     if absent:
-        # the true masks are empty, so Dice is 1 for an empty predicted mask and 0 for any other
+        # the true masks are empty, so Dice is 1 only if the predicted mask is empty
         empty = [row["dice"] == 1 for row in absent]
         named = [position_in(row["generated"]) is not None for row in absent]
         metrics |= {f"{split}/absent/empty_mask": float(np.mean(empty))}
@@ -138,9 +131,6 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
         shares = f"{sum(empty)} of {len(absent)} masks empty, {sum(named)} of {len(absent)} answers name a place"
         print(f"asked for what is not in the image: {shares}", flush=True)
     return metrics
-
-
-# --- example figure and prediction files ------------------------------------------------------------------------------
 
 
 def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, dict]):
@@ -171,10 +161,10 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
 def write_predictions(
     run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image], structures: list[list[str]]
 ) -> None:
-    """Rank 0 only: write predictions.csv, and a mask (0 and 255) and an overlay per question, to a new subfolder.
+    """Rank 0 only: write predictions.csv, masks (0 and 255) and overlays to a new subfolder.
 
-    asked: (image file, question) pairs. records: for each of these pairs, the predicted mask, bool (H, W), and the
-    answer. opened: {image file: image}. structures: [name, synonyms...] of each structure in the training data.
+    records: predicted mask, bool (H, W), and answer of each pair in `asked`. structures: [name, synonyms...] of each
+    structure in the training data.
     """
     folder, number = run_folder / "predictions", 1
     while folder.exists():

@@ -1,7 +1,4 @@
-"""Baseline models for the test table: grey threshold, mean mask, random forest on texture, and most frequent position.
-
-For each structure, these models are fitted to the training rows whose questions are about that structure.
-"""
+"""Baselines for the test table: grey threshold, mean mask, random forest on texture, and most frequent position."""
 
 import re
 from collections import Counter, defaultdict
@@ -15,15 +12,14 @@ from tasks.prs_med.annotations import is_right, position_in, position_of
 from tasks.prs_med.report import evenly_spaced
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
-# FEWEST: minimum number of training rows to fit the baselines to a structure. MOST: maximum number of training rows and
-# of test rows used per structure; more training rows do not improve the fit
+# minimum and maximum number of training rows per structure; MOST also limits the test rows
 FEWEST, MOST = 8, 400
 
 
 class Example(NamedTuple):
-    """The image, mask and position of one data row, with the image and the mask at a reduced size.
+    """Image and mask of one row at a reduced size, and the position named in the row's answer.
 
-    gray: uint8 (S, S), the image in grey. mask: bool (S, S). position: the position named in the row's answer, or None.
+    gray: uint8 (S, S). mask: bool (S, S). position: None if the answer names no position.
     """
 
     gray: np.ndarray
@@ -32,11 +28,10 @@ class Example(NamedTuple):
 
 
 def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
-    """Fit the baseline models to `train`; return {name of the baseline model: scores on `test`, one dict per row}.
+    """Fit the baselines to `train`; return {name of the baseline: scores on `test`, one dict per row}.
 
-    train, test: PositionData. The structures are split among the ranks, so each rank returns only some of the scores.
-    For a structure with fewer than FEWEST training rows, the models are fitted to all training rows of its modality or,
-    if these are also too few, to all training rows.
+    Each rank handles only its share of the structures. If a structure has too few training rows, the baselines are
+    fitted to all rows of its modality or to all training rows.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
@@ -75,10 +70,7 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
 
 
 def key_of(modality: str, answer: str) -> tuple[str, str]:
-    """Return a key for the structure that an answer is about: the modality, and the answer without position words.
-
-    For example: ("lung_CT", "the cyst is in the of the image").
-    """
+    """Return (modality, answer without position words), which identifies the structure in the answer."""
     words = re.findall(r"\w+", answer.casefold())
     return modality, " ".join(word for word in words if word not in PLACES)
 
@@ -89,11 +81,8 @@ def read_example(data, index: int, step: int) -> Example:
     return Example(gray, item["mask"].numpy()[::step, ::step], position_in(data.rows[index].answer))
 
 
-# --- baseline models --------------------------------------------------------------------------------------------------
-
-
 def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
-    """Return the median number of connected regions per mask (2 for lungs) and whether masks touch the image edge."""
+    """Return the median number of connected regions per mask, and whether masks touch the image edge."""
     parts, touching = [], []
     for mask in (row.mask for row in rows if row.mask.any()):
         sizes = np.bincount(ndimage.label(mask)[0].ravel())[1:]
@@ -103,15 +92,14 @@ def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
 
 
 def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int]:
-    # images of about 96 pixels per side are enough to compare bands of grey levels
+    # about 96 pixels per side are enough to compare bands of grey levels
     step = max(1, len(rows[0].gray) // 96)
 
     def score(band: tuple[int, int]) -> float:
         found = [in_band(row.gray[::step, ::step], band, parts, touching) for row in rows]
         return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
 
-    # a coarse grid search, then a finer one, for the band lo <= grey level < hi; the finer search does not move an end
-    # at 0 (band "darker than hi") or at 256 (band "brighter than lo")
+    # a coarse grid search for lo <= grey level < hi, then a finer search that keeps lo = 0 and hi = 256
     lo, hi = max(combinations(range(0, 257, 16), 2), key=score)
     near = range(-12, 13, 4)
     return max(product([lo + i for i in near if lo] or [0], [hi + i for i in near if hi < 256] or [256]), key=score)
@@ -164,11 +152,7 @@ def by_forest(forest, gray: np.ndarray, parts: int, touching: bool) -> np.ndarra
 
 
 def texture(gray: np.ndarray) -> np.ndarray:
-    """Return 12 texture features for each pixel of a grey image (H, W), as an array (H * W, 12).
-
-    These are the Gaussian-smoothed image and its gradient magnitude at three scales, and the three components of the
-    structure tensor at two scales.
-    """
+    """Return smoothed grey, gradient and structure tensor features of each pixel: (H, W) -> (H * W, 12)."""
     gray = gray / 255
     kinds = (ndimage.gaussian_filter, ndimage.gaussian_gradient_magnitude)
     features = [kind(gray, scale) for kind in kinds for scale in (1, 2, 4)]
@@ -178,7 +162,6 @@ def texture(gray: np.ndarray) -> np.ndarray:
 
 
 def subsampling_step(gray: np.ndarray) -> int:
-    """Return the step that subsamples an image to a side of 128 to 255 pixels; 1 for a smaller image."""
     return max(1, len(gray) // 128)
 
 

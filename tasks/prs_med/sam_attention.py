@@ -1,10 +1,8 @@
-"""SAM's attention without its largest tensors (relative position biases); results are equal up to rounding.
+"""SAM's attention without the large tensors of relative position biases; results are equal up to rounding.
 
-SAM adds two terms to each attention score: one for the vertical and one for the horizontal distance between the query
-and the key. A bias tensor of these terms has heads x tokens^2 numbers per image in each layer with global attention: 3
-GiB in bf16 for 8 images of 1024 x 1024 pixels. Here, the vectors h(q) and w(q) contain the terms of query q for each
-row and each column of the token grid. If these vectors are appended to the query, and one-hot vectors to the key, the
-score is a single dot product, so that fused attention kernels need no bias tensor:
+SAM adds the bias h(q)[row of k] + w(q)[column of k] to the attention score of query q and key k. A tensor of all biases
+takes 3 GiB per global attention layer in bf16, for 8 images of 1024 x 1024 pixels. Here, the query is extended by h(q)
+and w(q), and the key by one-hot vectors, so fused attention kernels need no bias tensor:
 
     q.k / sqrt(d) + h(q)[row of k] + w(q)[column of k] = [q / sqrt(d), h(q), w(q)] . [k, one_hot(row), one_hot(column)]
 """
@@ -23,38 +21,35 @@ def fold_relative_positions(encoder: nn.Module) -> None:
 
 
 def make_relative_positions_deterministic(encoder: nn.Module) -> None:
-    """On a CPU, make SAM's original attention look up relative position embeddings with distance_table().
+    """On a CPU, look up SAM's relative position embeddings with distance_table().
 
-    SAM's own lookup indexes a tensor. Its backward pass on a CPU sums gradients in several threads in no fixed order,
-    so repeated runs would differ; distance_table() is deterministic.
+    SAM's own lookup is not deterministic: its backward pass sums gradients in several threads in no fixed order.
     """
     for layer in encoder.layers:
         layer.attn.get_rel_pos = lambda queries, _, positions: distance_table(positions, queries).transpose(1, 2)
 
 
 def folded_attention(attention: nn.Module, hidden_states: Tensor) -> tuple[Tensor, None]:
-    """Drop-in replacement for SamVisionSdpaAttention.forward(); returns (output (B, H, W, C), None)."""
+    """Drop-in replacement for SamVisionSdpaAttention.forward(). Returns (output (B, H, W, C), None)."""
     batch, height, width, _ = hidden_states.shape
     heads = attention.num_attention_heads
     qkv = attention.qkv(hidden_states).reshape(batch, height * width, 3, heads, -1)
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    # relative-position bias of each query: h(q), shape (B, heads, H, W, H), per row of keys; w(q), shape (B, heads, H,
-    # W, W), per column of keys
+    # biases per row of keys, (B, heads, H, W, H), and per column of keys, (B, heads, H, W, W)
     grid = query.unflatten(2, (height, width))
     to_rows = torch.einsum("bnhwc,hck->bnhwk", grid, distance_table(attention.rel_pos_h, height))
     to_columns = torch.einsum("bnhwc,wck->bnhwk", grid, distance_table(attention.rel_pos_w, width))
     query = torch.cat([query * attention.scale, torch.cat([to_rows, to_columns], dim=-1).flatten(2, 3)], dim=-1)
 
-    # one-hot encodings of each key's row and column in the token grid, concatenated: (H * W, H + W)
+    # one-hot encoding of each key's row and column: (H * W, H + W)
     rows = torch.eye(height, dtype=key.dtype, device=key.device).unsqueeze(1).expand(-1, width, -1)
     columns = torch.eye(width, dtype=key.dtype, device=key.device).unsqueeze(0).expand(height, -1, -1)
     one_hot = torch.cat([rows, columns], dim=-1).flatten(0, 1)
     key = torch.cat([key, one_hot.expand(batch, heads, -1, -1)], dim=-1)
 
-    # attention kernels need the query, key and value to have the same width (channels per head), a multiple of 8; at
-    # widths of 200 to 224, flash attention has no backward pass on some consumer GPUs (compute capability 8.6, 8.9,
-    # 12.0), so pad these widths to 232
+    # attention kernels need query, key and value of equal width, a multiple of 8; at widths of 200 to 224, flash
+    # attention has no backward pass on some consumer GPUs (compute capability 8.6, 8.9, 12.0)
     channels, width_now = value.shape[-1], query.shape[-1]
     wide = 232 if 192 < width_now <= 224 else width_now + -width_now % 8
     query, key, value = (F.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
@@ -63,11 +58,9 @@ def folded_attention(attention: nn.Module, hidden_states: Tensor) -> tuple[Tenso
 
 
 def distance_table(positions: Tensor, size: int) -> Tensor:
-    """Return a table (size, C, size): entry [q, :, k] is the embedding of the distance q - k between query q and key k.
+    """Return a table (size, C, size): entry [q, :, k] is the embedding of the distance q - k.
 
-    positions: (2 size - 1, C), embeddings of the distances 1 - size ... size - 1 along one axis of the token grid; if
-    they were trained at another image size, they are first interpolated, as in SAM. The table consists of sliding
-    windows over the reversed embeddings. It needs no index tensor and thus no host-device synchronization.
+    positions: (2 size - 1, C), embeddings of the distances 1 - size to size - 1; other lengths are interpolated.
     """
     if len(positions) != 2 * size - 1:
         # interpolate by matrix multiplication, because F.interpolate has no deterministic backward pass on CUDA

@@ -1,13 +1,7 @@
 """Write a small synthetic data set, laid out like PosMed, and checkpoints of two tiny models, llava_tiny and sam_tiny.
 
-Each synthetic brain, lung or skin image shows four striped lesions. Questions are about the bright lesion with rising
-stripes or about the dark lesion with falling stripes; the other two lesions are distractors, so neither grey level nor
-texture alone identifies a lesion, and the image does not reveal which lesion a question is about.
-
-As in PosMed (the data set of the PRS-Med paper), the CSV column image_path contains the mask's path, skin images are
-named as in ISIC, and each mask comes with its own copy of the image. The tiny models load with the same
-`from_pretrained` calls as LLaVA-Med and SAM. Most of their weights are random, but llava_tiny has hand-made image
-filters, and its language model is pretrained on the questions and answers, without images.
+Each image shows four striped lesions. Questions are about a bright lesion with rising stripes or a dark lesion with
+falling stripes. The other two lesions are distractors: bright with falling stripes and dark with rising stripes.
 """
 
 import argparse
@@ -49,10 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write synthetic images and masks, CSVs of questions and answers, and checkpoints of tiny models to `out`.
+    """Write images, masks, CSVs of questions and answers, and checkpoints of the tiny models to `out`.
 
-    num_train, num_val, num_test: images per split. image_size: side of the square images in pixels. Raises InputError
-    if `out` already contains a data set.
+    Raises InputError if `out` already contains a data set.
     """
     if (out / "annotations").exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
@@ -97,16 +90,15 @@ def write_case(out: Path, seed: int, size: int, number: int, modality: str, spli
 
 
 def smooth_noise(rng: Generator, size: int, cells: int) -> np.ndarray:
-    """Return noise (size, size) with values between about -1 and 1 and features about `size / cells` pixels wide."""
+    """Return noise (size, size) in about [-1, 1] with features about `size / cells` pixels wide."""
     coarse = rng.uniform(-1, 1, (cells + 2, cells + 2)).astype(np.float32)
     return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))
 
 
 def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: float = 1.0) -> np.ndarray:
-    """Return the signed distance of each pixel to the outline of a random wavy ellipse: (size, size), positive inside.
+    """Return the signed distance in pixels, (size, size), to the outline of a random wavy ellipse; positive inside.
 
-    The distance is approximate and in pixels. x, y, radius: centre and radius of the ellipse as fractions of `size`.
-    wobble: strength of the deviation from a circle.
+    x, y, radius: centre and radius as fractions of `size`. wobble: strength of the deviation from a circle.
     """
     v, u = np.mgrid[:size, :size] / (size - 1)
     z = (u - x + 1j * (v - y)) * np.exp(1j * rng.uniform(0, np.pi))
@@ -116,7 +108,7 @@ def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: f
 
 
 def soft(distance: np.ndarray) -> np.ndarray:
-    """Convert a signed distance in pixels to an opacity: 0 outside, 1 inside, with a transition about a pixel wide."""
+    """Convert a signed distance in pixels to an opacity: 0 outside, 1 inside, with a soft edge."""
     return 1 / (1 + np.exp(-np.clip(distance / 0.6, -30, 30)))
 
 
@@ -129,8 +121,7 @@ def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, lis
         lesion = blob(rng, size, x, y, rng.uniform(0.09, 0.125))
         masks.append(lesion > 0)
 
-        # the four lesions and the direction of their stripes: bright /, dark \, dark / and bright \; questions are
-        # about the first two; the stripes are slightly bent, and 17 of them would span the image side
+        # lesions and stripes: bright /, dark \, dark /, bright \; questions are about the first two
         angle = np.pi / 4 * (1, 3)[i % 2] + rng.uniform(-0.15, 0.15)
         v, u = np.mgrid[:size, :size] / (size - 1)
         phase = 17 * (u * np.cos(angle) + v * np.sin(angle)) + 0.25 * smooth_noise(rng, size, 6)
@@ -169,10 +160,10 @@ def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
 
 
 def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int, seed: int) -> None:
-    """Write checkpoints of the tiny models llava_tiny and sam_tiny to subfolders of `out`.
+    """Write checkpoints of llava_tiny and sam_tiny to subfolders of `out`.
 
-    pairs: (question, answer) pairs of the training set; llava_tiny's tokenizer and language model are trained on them.
-    image_size: side of the images in pixels; the side of sam_tiny's input is the nearest multiple of 8.
+    pairs: (question, answer) pairs to train llava_tiny on. sam_tiny's input size is `image_size`, rounded to a multiple
+    of 8.
     """
     import torch
     import transformers as hf
@@ -188,8 +179,7 @@ def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int,
         answers.setdefault(name_structure(question, answer), []).append(answer)
     answers.pop("", None)
     spoken = [draw(rng, [name], list(answers)) for name in answers for _ in range(200)]
-    # normalise case and punctuation, so that the name of a structure always becomes the same tokens: a few hundred
-    # questions are too few to learn that different tokens mean the same structure
+    # normalise case and punctuation, so that the name of a structure always becomes the same tokens
     symbols = normalizers.Replace(Regex(r"[^\w\n<>.,?!:;]+"), " ")
     one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n "), symbols]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
@@ -217,10 +207,8 @@ def write_small_models(out: Path, pairs: list[tuple[str, str]], image_size: int,
 def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
     """Pretrain llava_tiny's language model on questions and answers, without images.
 
-    answers: {structure: its answers in the training set}. The loss is a weighted sum of two cross-entropies: that of
-    the answer, and that of the structure's name, which is predicted at the prompt's last token from the output of the
-    lower half of the layers. Thus the lower half learns to find the name in the question, and the upper half can later
-    learn, from images, to find the structure in the image.
+    answers: {structure: its answers in the training set}. The lower half of the layers also learns to predict the
+    structure's name, so the upper half can later learn to find the structure in the image.
     """
     import torch
     import torch.nn.functional as F
@@ -246,7 +234,7 @@ def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng
         loss = -torch.stack([row[words[name]].mean() for row, name in zip(heard, asked, strict=True)]).mean()
         ids, mask = tokens["input_ids"][:, 1:], tokens["attention_mask"][:, 1:] > 0
         mask &= torch.arange(ids.shape[1]) >= ends[:, None]
-        # the answer's weight, 4, is the value of lambda_txt in configs/prs_med_demo.yaml
+        # 4 is the value of lambda_txt in configs/prs_med_demo.yaml
         loss = loss + 4 * F.cross_entropy(head(states.last_hidden_state[:, :-1][mask]), ids[mask])
         optimizer.zero_grad()
         loss.backward()
@@ -257,9 +245,7 @@ def pretrain_language_model(llava, tokenizer, answers: dict[str, list[str]], rng
 def set_image_filters(tower, projector) -> None:
     """Set hand-made weights in the image encoder's embeddings (`tower`) and in the projector.
 
-    Training does not change these weights, and random weights would destroy the image content. The embedding of an
-    image patch consists of its correlations with cosine and sine waves of up to two periods per axis, its brightness
-    and its position in the image.
+    Training does not change these weights, and random weights would destroy the image content.
     """
     import torch
 
@@ -278,8 +264,8 @@ def set_image_filters(tower, projector) -> None:
     tower.position_embedding.weight.zero_()
     tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([angles.sin(), angles.cos()], 1)
 
-    # linear_1 splits each feature into its positive and its negative part; linear_2 adds the two parts of a wave's
-    # correlation, which discards its sign, and subtracts the two parts of any other feature
+    # linear_1 splits each feature into its positive and its negative part; linear_2 adds the parts of wave features to
+    # discard the sign, and subtracts the parts of all other features
     projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
     strength = torch.randn(2 * width, n)
     strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)

@@ -1,8 +1,4 @@
-"""Baseline: the usual alternative to PRS-Med, a small UNet with one output channel per structure in the training set.
-
-The UNet is trained on the same images and masks as PRS-Med, at the same size; the weights with the best validation Dice
-are tested. It neither reads questions nor writes answers.
-"""
+"""Baseline: a small UNet with one output channel per structure in the training set; it reads no questions."""
 
 import math
 from collections import defaultdict
@@ -23,10 +19,6 @@ BATCH, EVALUATIONS, MOST_VALIDATED, LEARNING_RATE = 8, 10, 200, 3e-3
 
 
 def structure_of(row) -> tuple[str, str]:
-    """Return the key of a row's output channel in the UNet: (modality, name of the structure).
-
-    All rows of a modality that name no structure share one channel.
-    """
     return row.modality, " ".join(row.names[:1]).casefold()
 
 
@@ -35,8 +27,7 @@ def unet_scores(
 ) -> list[dict]:
     """Train a UNet on `train`; return one dict of scores for each `test` row whose structure occurs in `train`.
 
-    train, val, test: PositionData; if `val` is None, the final weights are tested. steps: number of training steps.
-    heartbeat: function called before each step to report that the process is alive.
+    The test uses the weights with the best Dice on `val` or, if `val` is None, the final weights.
     """
     from monai.networks.nets import BasicUNet
 
@@ -53,9 +44,9 @@ def unet_scores(
     optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, fused=True)
 
     def read(data, groups: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return images (B, 3, S, S) in -1..1 and each row's mask (N, S, S), image index (N,) and output channel (N,).
+        """Return images (B, 3, S, S) in [-1, 1] and each row's mask (N, S, S), image index (N,) and channel (N,).
 
-        groups: for each of the B images, the indices in `data` of the rows about that image.
+        groups: one list of row indices in `data` per image.
         """
         items = [[data[index] for index in group] for group in groups]
         pixels = torch.stack([group[0]["sam"] for group in items])
@@ -68,7 +59,6 @@ def unet_scores(
     @torch.no_grad()
     def predict(data, rows: list[int]):
         net.eval()
-        # consecutive rows about the same image share one forward pass
         for _, group in groupby(rows, key=lambda index: data.rows[index].identity):
             group = list(group)
             pixels, masks, _, channels = read(data, [group])
@@ -111,9 +101,9 @@ def unet_scores(
 
 
 def augment(pixels: Tensor, masks: Tensor, image_of: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Apply a random affine transform to each image (B, 3, S, S) and its masks (N, S, S).
+    """Apply a random affine transform to each image (B, 3, S, S) and its masks (N, S, S); add gain and noise.
 
-    The images also receive random gain and noise. image_of: (N,), index of each mask's image.
+    image_of: (N,), image index of each mask.
     """
     count, device = len(pixels), pixels.device
     turn = np.tile(np.eye(2, 3), (count, 1, 1)) + rng.normal(0, 0.06, (count, 2, 3)) * [[1, 0, 1], [0, 1, 1]]

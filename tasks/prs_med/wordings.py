@@ -1,4 +1,4 @@
-"""Question phrasing: find the structure that a question names, and rephrase questions about a structure.
+"""Find the structure that a question names, and reword questions about a structure.
 
 Does not import torch.
 """
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from numpy.random import Generator
 
-# templates of the questions and answers that tools.prepare_data and tools.sample_data write; {is} and {it} become "are"
-# and "they" if {name} is plural
+# templates used by tools.prepare_data and tools.sample_data; {is} and {it} become "are" and "they" for plural names
 QUESTIONS = (
     "Where {is} the {name} located in this image?",
     "In which part of the image {is} the {name}?",
@@ -24,8 +23,7 @@ ANSWERS = (
 )
 ABSENT = "There {is} no {name} in this image."
 
-# templates of reworded training questions: a question contains one of REQUESTS, sometimes extended by one of EXCLUSIONS
-# ("not the ..."), and usually random FILLERS before and after
+# templates of reworded training questions, combined by draw()
 REQUESTS = (
     "{name}",
     "the {name}",
@@ -69,7 +67,7 @@ your
 """.split()
 PUNCTUATION = ("", "", "", ".", "?", "!", ",", ":", ";", "...", "?!", " -")
 
-# templates of reworded questions for the test, never used for training
+# templates of reworded test questions, never used for training
 OTHER_WORDS = (
     "Outline the {name}.",
     "{name} -> border",
@@ -84,9 +82,9 @@ COMMON = set("a an and are at be can find image in is it located of part positio
 
 
 def name_structure(question: str, answer: str) -> str:
-    """Guess the name of the structure that a question is about: the longest phrase that the answer repeats.
+    """Guess the structure that a question is about: the longest phrase that the answer repeats.
 
-    Words such as "the" and "is" (COMMON) may occur inside the name, but not at either end. Returns "" if no words fit.
+    The phrase does not begin or end with a word in COMMON, such as "the". Returns "" if there is no such phrase.
     """
     asked, said = (re.findall(r"\w[\w'-]*", text) for text in (question, answer))
     said, best = spaced(" ".join(said)), []
@@ -101,10 +99,10 @@ def name_structure(question: str, answer: str) -> str:
 
 
 def named_in(question: str, structures: list[list[str]]) -> list[str]:
-    """Return the names of those `structures` that a question mentions by name or synonym.
+    """Return the names of the structures that a question mentions by name or synonym.
 
-    structures: [name, synonyms...] of each known structure. The longest names are matched first, so that "left kidney"
-    does not also count as "kidney".
+    structures: [name, synonyms...] of each structure. The longest names are matched first, so that "left kidney" does
+    not also count as "kidney".
     """
     left, found = spaced(question), set()
     for name, structure in sorted(((name, s[0]) for s in structures for name in s), key=lambda pair: -len(pair[0])):
@@ -115,7 +113,7 @@ def named_in(question: str, structures: list[list[str]]) -> list[str]:
 
 
 def spaced(text: str) -> str:
-    """Return a text's words in lower case, with spaces between and around them, for searches of whole words."""
+    """Return a text's words in lower case, with spaces between and around them, to search for whole words."""
     return " ".join(["", *re.findall(r"[^\W_]+", text.casefold()), ""])
 
 
@@ -127,11 +125,7 @@ def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
 
 
 def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
-    """Return {(modality, structure): names of the other structures in this modality's rows, without synonyms}.
-
-    If one name contains the other ("left kidney", "kidney"), the two may mean the same structure and do not count as
-    different.
-    """
+    """Return {(modality, structure): names of the other structures in the modality, without synonyms}."""
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
         names[row.modality] |= dict.fromkeys(row.names[:1])
@@ -143,11 +137,9 @@ def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
 
 
 def absent_names(rows: list) -> dict[str, list[str]]:
-    """Return {modality: names, without synonyms, of structures that occur only in rows of other modalities}.
+    """Return {modality: names, without synonyms, of structures that occur only in other modalities}.
 
-    A structure is left out if one of its names or synonyms contains, or is contained in, a name of a structure in the
-    modality. If a row of the modality names no structure, the modality's list is empty, because the row could be about
-    any structure.
+    The list is empty if any row of the modality names no structure, because that row could be about any structure.
     """
     structures: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for row in rows:
@@ -162,6 +154,7 @@ def absent_names(rows: list) -> dict[str, list[str]]:
 
 
 def differ(one: str, other: str) -> bool:
+    """Return False if one name contains the other: "kidney" and "left kidney" may mean the same structure."""
     return spaced(one) not in spaced(other) and spaced(other) not in spaced(one)
 
 
@@ -172,18 +165,15 @@ def ask_for_absent(row, question: str, name: str):
 def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
     """Return a question about one structure, with random wording and letter case.
 
-    names: the name and synonyms of the structure; the question uses one of them. others: names of other structures; the
-    question may exclude one of them ("not the ...").
+    names: name and synonyms of the structure. others: names of other structures, which the question may exclude ("not
+    the ...").
     """
 
     def choose(choices: Sequence[str]) -> str:
         return choices[rng.integers(len(choices))]
 
     def filler(most: int) -> str:
-        """Return up to `most` random filler words, followed by punctuation.
-
-        The letters of some words are shuffled, to mimic unknown words.
-        """
+        """Return up to `most` random filler words; some have shuffled letters, to mimic unknown words."""
         words = [choose(FILLERS) for _ in range(rng.integers(most + 1))]
         words = ["".join(rng.permutation(list(word))) if rng.random() < 0.2 else word for word in words]
         return " ".join(words) + (choose(PUNCTUATION) if words else "")
@@ -201,18 +191,17 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def longest(names: Sequence[str]) -> str:
-    """Return a question about as long as the longest one from draw(), to measure the memory needed for training."""
+    """Return a question about as long as the longest question from draw(), to measure peak memory."""
     name, request = max(names, key=len), max(REQUESTS, key=len)
     wording = max(EXCLUSIONS, key=len).replace("{request}", request) + 20 * f" {max(FILLERS, key=len)}"
     return fill(wording, name, name).upper()
 
 
 def in_other_words(rows: list, some: list[int]) -> list[tuple]:
-    """Return copies of the selected rows, with each question reworded by each template in OTHER_WORDS.
+    """Reword the question of each selected row with each template in OTHER_WORDS.
 
-    some: indices of the selected rows; rows whose structure is unknown are left out. Returns [("wording/" + template,
-    row index, changed row)]. A template that excludes another structure is used only if the row's modality has another
-    structure.
+    some: indices of the selected rows. Returns [("wording/" + template, row index, changed row)]. Rows without a known
+    structure are left out.
     """
     others, changed = other_names(rows), []
     for wording in OTHER_WORDS:

@@ -4,7 +4,7 @@ dataset = MultiGPUSurvivalDataset("data/dataset.csv", use_smart_cache=True)
 loader = create_distributed_dataloader(dataset, batch_size=8)
 for epoch in range(epochs):
     loader.batch_sampler.set_position(epoch)  # reshuffles; with use_smart_cache, also replaces some of the cases
-    for batch in loader: ...                  # image (B, 1, X, Y, Z) float16 in 0..1, time in years, event, error
+    for batch in loader: ...                  # image (B, 1, X, Y, Z) float16 in [0, 1], time in years, event, error
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from utils.cli import InputError, first_line, refuse
 from utils.volumes import files_of, read_volume, stamp
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
-# accepted column names in the table of cases (case-insensitive), by what the column contains
+# accepted column names in the table of cases, case-insensitive
 COLUMNS = {
     "path": ("NIFTI Path", "nifti_path", "image_path", "path"),
     "time": ("time", "survival_time"),
@@ -51,12 +51,11 @@ MEASUREMENTS = (
 
 @dataclass
 class Cohort:
-    """A checked table of cases; every field has one entry per row of the table.
+    """A checked table of cases; every field has one entry per row.
 
-    source: file and row number as "file:row", for messages. case: patient id; if missing, the volume's path; if that is
-    missing too, the source. path, mask: absolute paths of the CT volume and its mask, or "" if the row has none. time:
-    years to event or censoring, NaN if unknown. event: False if censored or unknown. table: all columns as text, with
-    lower-case names.
+    source: file and row number as "file:row". case: patient id or, if missing, the volume's path or the source. path,
+    mask: absolute paths of the CT volume and its mask, or "". time: years to event or censoring, NaN if unknown. event:
+    False if censored or unknown. table: all columns as text, with lower-case names.
     """
 
     source: list[str]
@@ -85,9 +84,8 @@ def read_cohort(
 ) -> Cohort:
     """Read a table of cases (CSV or parquet) and check every row. Raises InputError naming the unusable rows.
 
-    data_dir: folder that relative paths start from; default: the table's folder. outcome=False: rows may lack time and
-    event. image=False: the path column is ignored. given: column names that are not in COLUMNS, such as
-    path_column="scan" or mask_column="heart".
+    data_dir: base folder of relative paths; default: the table's folder. outcome=False: rows may lack time and event.
+    image=False: ignore the path column. given: names of columns, such as mask_column="heart".
     """
     rows = tables.read_table(Path(csv_path))
 
@@ -145,13 +143,14 @@ def _resolve(name: str, root: str, source: str) -> str:
 def choose_fold(
     cohort: Cohort, fold_column: str, train: str, val: str | None, count: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row numbers of the cohort's training cases and of its validation cases as two integer arrays.
+    """Return the row numbers of the training cases and of the validation cases.
 
-    count=0: the labels in fold_column decide; a training row has the label `train`, a validation row the label `val`
-    (default "val"). count>0: assign_folds() makes `count` folds, and `val` is the number of the validation fold. If no
-    row is labelled `train`, all rows outside the validation fold are training rows, except those labelled as held out
-    (HELD_OUT). Raises InputError if the training or the validation cases have no event before the end of their longest
-    follow-up, or if both contain the same patient or volume.
+    count=0: the labels in fold_column select training rows (`train`) and validation rows (`val`, default "val").
+    count>0: assign_folds() makes `count` folds, and `val` is the number of the validation fold. If no row is labelled
+    `train`, all other rows are training rows, except rows with a label in HELD_OUT.
+
+    Raises InputError if either set has no event before the end of its longest follow-up, or if the sets share a patient
+    or volume.
     """
     place = cohort.source[0].rpartition(":")[0]
     if count:
@@ -180,16 +179,15 @@ def choose_fold(
 
 
 def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return each row's fold number, 1 to `count`, as an integer array.
+    """Return each row's fold number, 1 to `count`; all rows of a patient get the same fold.
 
-    case (rows,): patient ids; all rows of a patient get the same fold. event (rows,): True for an event. used (rows,):
-    False for rows that are held out of the cross-validation. Held-out rows aside, patients with an event are spread
-    evenly over the folds, and so are patients without one.
+    case: (rows,), patient ids. event: (rows,), True for an event. used: (rows,), False for rows held out of
+    cross-validation. Events are spread evenly over the folds.
     """
     names, place = np.unique(case, return_inverse=True)
     has_event, is_used = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
     order = np.random.default_rng(seed % 2**63).permutation(len(names))
-    # deal out patients with events first and unused patients last, so that each group is spread evenly over the folds
+    # sort patients with events first and unused patients last, to spread each group evenly over the folds
     order = order[np.lexsort((~has_event[order], ~is_used[order]))]
     number = np.empty(len(names), int)
     number[order] = np.arange(len(names)) % count + 1
@@ -202,8 +200,7 @@ def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: i
 def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict]:
     """Fit the encodings of the named columns to the training `rows`; return one dict per column, for encode_columns().
 
-    A numeric column is encoded by its mean and SD, a text column by the list of its distinct values. Raises InputError
-    for columns that are blank, mix numbers with text, or have too many distinct text values.
+    Raises InputError for columns that are blank, mix numbers with text, or have too many distinct text values.
     """
     columns, problems = [], []
     for name in names:
@@ -233,10 +230,10 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
 
 
 def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
-    """Encode all rows of the cohort as float32 (rows, n), using the encodings that fit_columns() returned.
+    """Encode all rows of the cohort as float32 (rows, n), with the encodings from fit_columns().
 
-    Numbers are standardized, text values are one-hot encoded, and indicators mark blank cells and text values that
-    fit_columns() did not see. Raises InputError if a numeric column contains text or a column is missing.
+    Numbers are standardized and text values are one-hot encoded; indicators mark blank cells and unknown text values.
+    Raises InputError if a numeric column contains text or a column is missing.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
@@ -266,12 +263,11 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
 
 @dataclass
 class Volumes:
-    """Reads CT volumes as (C, X, Y, Z) float16 with HU windowed to 0..1, and caches the resized volumes on disk.
+    """Reads CT volumes as (C, X, Y, Z) float16 with HU windowed to [0, 1], and caches them on disk.
 
-    orientation: axis codes, such as RAS, to which volumes are reoriented; None keeps each file's axes. spacing: voxel
-    size in mm to which volumes are resampled; None keeps each file's voxel size. mask_mode: "crop" crops the volume to
-    the mask's bounding box plus mask_margin mm, unless the mask is empty; "channel" adds the mask as a second channel;
-    None does neither. cache_dir: folder of the disk cache; None or "": no cache.
+    orientation: axis codes to reorient volumes to, such as RAS; None: keep the file's axes. spacing: voxel size in mm
+    to resample volumes to; None: no resampling. mask_mode: "crop" crops to the mask's bounding box plus mask_margin mm;
+    "channel" adds the mask as a second channel.
     """
 
     image_size: Sequence[int] = (256, 256, 64)
@@ -287,18 +283,14 @@ class Volumes:
         return 1 + (self.mask_mode == "channel"), *self.image_size
 
     def load(self, path: str, mask: str = "", measurements: bool = False) -> Tensor:
-        """read() with a disk cache: return the volume or, if `measurements` is True, its measurements.
-
-        Raises InputError or ValueError if the volume or its mask is unusable.
-        """
+        """Return the volume or, if `measurements` is True, its measurements, using a disk cache. See read()."""
         wanted, cached_files = int(not measurements), []
         if self.cache_dir:
-            # the cache key covers the files' paths, sizes and modification times, all fields of this Volumes object,
-            # and the version of read(), which is 3
+            # the key ends with 3, the version of read()
             files = [file for name in (path, mask) if name for file in files_of(name)]
             key = hashlib.sha256(f"{stamp(files)}{self}3".encode()).hexdigest()
             cached_files = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
-            # the volume is written after the measurements, so if the volume's file exists, both files exist
+            # the volume is written last, so if its file exists, both files exist
             if cached_files[1].exists():
                 return torch.from_numpy(np.load(cached_files[wanted]))
         found = self.read(path, mask)
@@ -320,9 +312,8 @@ class Volumes:
     def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
         """Read a CT volume and its mask; return (measurements, volume).
 
-        measurements (14,): the eight values that MEASUREMENTS names, then the voxel size in mm and the axis codes of
-        the file, as returned by Volume.summary(). volume (C, X, Y, Z): float16. Raises InputError or ValueError if the
-        volume or its mask is unusable.
+        measurements: (14,), the eight MEASUREMENTS and the six values of Volume.summary(). volume: (C, X, Y, Z)
+        float16. Raises InputError or ValueError if the volume or its mask is unusable.
         """
         volume, summary = self._open(path, "bilinear")
         if volume.min() == volume.max():
@@ -367,9 +358,8 @@ class Volumes:
 def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
     """Return the logs of a mask's volume (mm3), surface area (mm2) and diameter (mm), and the mean and SD of its HU.
 
-    hu, inside (X, Y, Z): the CT and the boolean mask. voxel (3,): voxel size in mm. All five values are NaN if the mask
-    is empty. The surface area is that of MONAI's surface mesh; the diameter is the longest distance between two voxel
-    corners. Sphericity is left out, because its logarithm is a linear function of log volume and log area.
+    hu, inside: (X, Y, Z), the CT and the boolean mask. voxel: (3,), voxel size in mm. All values are NaN if the mask is
+    empty.
     """
     from monai.metrics.utils import get_mask_edges
     from scipy.spatial import ConvexHull
@@ -397,8 +387,7 @@ def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
 def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor:
     """Flip images (B, C, X, Y, Z) along random axes; if X equals Y, also rotate them in-plane by random quarter turns.
 
-    indices: the row number of each image's case in the cohort. An image's flips and rotation depend only on (seed,
-    epoch, row number), so neither the number of GPUs nor resuming the run changes them.
+    indices: row number of each image's case in the cohort. The result depends only on (seed, epoch, row number).
     """
     changed = []
     for image, index in zip(images, indices, strict=True):
@@ -416,13 +405,11 @@ class MultiGPUSurvivalDataset(Dataset):
     """Dataset of a cohort's cases.
 
     Each item is a dict: index (row number in the cohort), time (years), event, error ("" if the image is usable), image
-    (if the row has a volume) and columns (if encoded columns were passed to the constructor).
+    (C, X, Y, Z) and columns (n,).
 
-    With use_smart_cache, an epoch covers only a subset of the cases: the fraction `cache_rate`, held in memory that all
-    processes on a machine share. After each epoch, the fraction `replace_rate` of the subset is replaced by other
-    cases, starting with the cases held longest. The subset depends only on (seed, epoch), so neither the number of GPUs
-    nor resuming the run changes it. MONAI's SmartCacheDataset, in contrast, stores a copy of its cases in each process
-    and cannot resume.
+    With use_smart_cache, each epoch covers the fraction `cache_rate` of the cases, which are held in shared memory.
+    After each epoch, the fraction `replace_rate` of these cases is replaced, oldest first. Unlike MONAI's
+    SmartCacheDataset, the selection depends only on (seed, epoch), so that a run can resume.
     """
 
     def __init__(
@@ -441,9 +428,8 @@ class MultiGPUSurvivalDataset(Dataset):
     ):
         """Call on all ranks. Raises InputError if the table is unusable.
 
-        csv_path: a Cohort, or the path of a table of cases, which read_cohort() reads with `options`. rows: row numbers
-        of the cases in the dataset; default: the rows whose label in fold_column is `fold`. columns: result of
-        encode_columns() for the whole table, if items should contain encoded columns.
+        csv_path: a Cohort, or a table that read_cohort() reads with `options`. rows: row numbers of the cases; default:
+        rows with label `fold` in fold_column. columns: result of encode_columns() for the whole table.
         """
         self.cohort = csv_path if isinstance(csv_path, Cohort) else read_cohort(csv_path, **options)
         if rows is None:
@@ -460,8 +446,7 @@ class MultiGPUSurvivalDataset(Dataset):
             if shared is None:
                 du.print_main("warning: no room for the smart cache; volumes are loaded again in each epoch")
             else:
-                # for each cache slot: 1 + the running_index() of the case in it (0 if the slot is empty), and the
-                # case's volume
+                # known: 1 + running_index() of the case in each cache slot, or 0 if the slot is empty
                 known, volumes = np.split(shared, [8 * size])
                 self.memory = known.view(np.int64), volumes.view(np.float16).reshape(shape)
 
@@ -469,10 +454,10 @@ class MultiGPUSurvivalDataset(Dataset):
         return self.epoch_size
 
     def running_index(self, indices, epoch: int) -> np.ndarray:
-        """Map the dataset indices of an epoch to positions in an endless repetition of `rows`, the array of all cases.
+        """Return positions in an endless repetition of `rows` for the dataset indices of an epoch.
 
-        The position modulo len(rows) is an index into `rows`. With the smart cache, each epoch's subset of cases is a
-        window of this repetition, which moves on by replaced_per_epoch positions after each epoch.
+        Each epoch of the smart cache covers a window of this repetition, which moves by replaced_per_epoch positions
+        per epoch.
         """
         return np.asarray(indices) + epoch * self.replaced_per_epoch
 
@@ -490,7 +475,7 @@ class MultiGPUSurvivalDataset(Dataset):
             try:
                 item["image"] = self._volume(row, number)
             except Exception as reason:
-                # fill the image with NaN, so that the loss becomes NaN in a training loop that ignores `error`
+                # NaN makes the loss NaN in a training loop that ignores `error`
                 item["image"] = torch.full(self.volumes.shape, math.nan, dtype=torch.float16)
                 error = fault_of(cohort, row, reason)
         return item | {"error": error}
@@ -506,11 +491,10 @@ class MultiGPUSurvivalDataset(Dataset):
         return torch.from_numpy(volumes[place].copy())
 
     def measure_volumes(self, threads: int) -> np.ndarray:
-        """All ranks: measure each volume in the dataset once, splitting the work among the ranks; fill the disk cache.
+        """All ranks: measure each volume in the dataset, splitting the work among the ranks; fill the disk cache.
 
-        The measurements become columns of cohort.table, named as in MEASUREMENTS. threads: number of reading threads
-        per rank. Returns (cases, 6): each file's voxel size in mm and axis codes, see Volume.summary(). Raises
-        InputError naming the unusable volumes.
+        The measurements become the MEASUREMENTS columns of cohort.table. Returns Volume.summary() of each case as
+        (cases, 6). Raises InputError naming the unusable volumes.
         """
         rank, world_size = du.world()
         cohort = self.cohort

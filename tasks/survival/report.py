@@ -1,4 +1,4 @@
-"""Results of a survival run: scores with confidence intervals, baseline models, predictions and a figure."""
+"""Results of a survival run: scores with confidence intervals, tables, predictions and a figure."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def cases_of(data: MultiGPUSurvivalDataset, stratum_column: str | None) -> pd.Da
     time, event = outcome(data)
     cases = pd.DataFrame({"row": data.rows, "case": data.cohort.case[data.rows], "time": time, "event": event})
     if stratum_column:
-        # number the strata over the whole cohort, so that each stratum has the same number in all folds
+        # number the strata over the whole cohort, so that a stratum has the same number in all folds
         strata = np.unique(data.cohort.column(stratum_column), return_inverse=True)[1]
         cases["stratum"] = strata[data.rows]
     return cases
@@ -34,8 +34,8 @@ def cases_of(data: MultiGPUSurvivalDataset, stratum_column: str | None) -> pd.Da
 def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> ndarray:
     """Return the Kaplan-Meier estimate of P(T > t) at the times t in `at`, where T is the time of the event.
 
-    censoring=True: T is the time of censoring; events precede censoring at the same time. torchsurv's implementation
-    is not used, because it rejects groups without an event.
+    censoring=True: T is the time of censoring. torchsurv's estimate is not used, because it rejects groups without an
+    event.
     """
     times, place = np.unique(time, return_inverse=True)
     events, counts = np.bincount(place, weights=event), np.bincount(place)
@@ -47,8 +47,8 @@ def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> 
 def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
     """Estimate the cumulative baseline hazard of a Cox model (Breslow 1974).
 
-    log_hazard (n,): predicted log-hazards of the cases in `data`. Returns a dict: time (event times in years),
-    log_hazard (log of the cumulative hazard at these times, to avoid overflow), until (end of follow-up in years).
+    log_hazard: (n,), predicted log-hazards of the cases in `data`. Returns {"time": event times in years, "log_hazard":
+    log of the cumulative hazard at these times, "until": end of follow-up in years}.
     """
     time, event = outcome(data)
     times, events = np.unique(time[event], return_counts=True)
@@ -64,12 +64,10 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 
 
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
-    """Summarize the training patients' log-hazards, as a reference for those of other patients.
+    """Return a baseline hazard, percentiles and centres of the training patients' log-hazards.
 
-    A log-hazard is the sum of two parts, one predicted from tabular columns and one from the image. parts (n, 2): both
-    parts for each training patient. unseen (n, 2): both parts again, predicted where possible by networks that were not
-    trained on the patient. Returns the dict of fit_baseline_hazard(), fitted to `unseen`, with two more entries:
-    percentiles (0 to 100) of the log-hazards in `unseen`, and centres, the means of `parts`.
+    parts: (n, 2), the column part and the image part of each log-hazard, which give the centres. unseen: (n, 2), the
+    same parts, predicted where possible by networks not trained on the patient.
     """
     log_hazard = (unseen - unseen.mean(0)).sum(1)
     percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
@@ -78,10 +76,9 @@ def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDatase
 
 
 def survival_curves(baseline_hazard: dict, log_hazard: ndarray, at) -> ndarray:
-    """Return the survival probabilities exp(-H0(t) exp(log_hazard)) at the times `at` in years, as (n, len(at)).
+    """Return survival probabilities (n, len(at)) at the times `at` in years; NaN after the end of follow-up.
 
-    baseline_hazard: the cumulative hazard H0, as returned by fit_baseline_hazard(). Probabilities at times after the
-    end of its follow-up are NaN.
+    baseline_hazard: result of fit_baseline_hazard().
     """
     steps = np.concatenate([[-np.inf], baseline_hazard["log_hazard"]])
     hazard = steps[np.searchsorted(baseline_hazard["time"], at, side="right")] + log_hazard[:, None]
@@ -95,8 +92,7 @@ def survival_curves(baseline_hazard: dict, log_hazard: ndarray, at) -> ndarray:
 def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndarray, group: ndarray) -> ndarray:
     """Return Harrell's C of each bootstrap resample, over pairs of rows from the same group.
 
-    counts (resamples, rows): how often each resample contains each row, as returned by resample_cases(). C is NaN in
-    resamples without a comparable pair.
+    counts: (resamples, rows), result of resample_cases(). C is NaN in resamples without a comparable pair.
     """
     first, comes_first, in_order = compare_pairs(log_hazard, time, event, group)
     pairs, right = (
@@ -107,9 +103,9 @@ def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndar
 
 
 def concordance(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray | None = None) -> float:
-    """Return Harrell's C over the comparable pairs of rows from the same group; pairs of equal log-hazards count half.
+    """Return Harrell's C over the comparable pairs of rows from the same group; ties in log-hazard count half.
 
-    group (n,): group numbers; default: one group. C is NaN if no pair is comparable.
+    C is NaN if no pair is comparable.
     """
     _, comes_first, in_order = compare_pairs(log_hazard, time, event, np.zeros(len(time)) if group is None else group)
     return float((comes_first * in_order).sum() / comes_first.sum()) if comes_first.any() else np.nan
@@ -120,9 +116,9 @@ def compare_pairs(
 ) -> tuple[ndarray, ndarray, ndarray]:
     """Compare each row that has an event with all rows; return (first, comes_first, in_order).
 
-    first (events,): indices of the rows that have an event. comes_first (events, rows): True if both rows are in the
-    same group and the first one's event is known to precede any event of the second. in_order (events, rows): 1 if the
-    first row has the higher log-hazard, 0.5 if both log-hazards are equal, otherwise 0.
+    first: (events,), indices of the rows with an event. comes_first: (events, rows), whether the event precedes any
+    event of the other row in the same group. in_order: (events, rows), 1 if the row with the event has the higher
+    log-hazard, 0.5 if both are equal, otherwise 0.
     """
     first = np.flatnonzero(event)
     comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
@@ -139,9 +135,7 @@ def score(
 ) -> dict[str, float]:
     """Score log-hazards of the set `val`: Harrell's and Uno's C, AUC and, given a baseline hazard, Brier scores.
 
-    torchsurv computes the scores in float64; the inverse-probability-of-censoring weights are estimated on `train`.
-    years: horizons for AUC and Brier score. Returns {score: value}; undefined scores, such as those at horizons after
-    the end of follow-up, are left out.
+    years: horizons for AUC and Brier score. Censoring weights are estimated on `train`. Undefined scores are left out.
     """
     from torchsurv.metrics.auc import Auc
     from torchsurv.metrics.brier_score import BrierScore
@@ -159,8 +153,7 @@ def score(
     metrics = {"c_index": float(ConcordanceIndex()(*cases))}
     metrics["c_index_uno"] = float(ConcordanceIndex()(*cases, weight=uno))
 
-    # leave out horizons before the first event or after the end of the follow-up: AUC is undefined there, because all
-    # patients have the same outcome
+    # leave out horizons where all patients have the same outcome, because AUC is undefined there
     years = [year for year in years if year < end and (event & (time <= year)).any()]
     if years:
         at = torch.tensor(years, dtype=torch.float64)
@@ -183,9 +176,8 @@ def score(
 def compare_models(risks: dict[str, ndarray], cases: pd.DataFrame) -> tuple[dict[str, dict], pd.DataFrame]:
     """Compute each model's C-index over pairs within folds; compare the first model with the rest by paired bootstrap.
 
-    risks: {model: log-hazards, one for each row of `cases`}. cases: the table that cases_of() returns, plus a column
-    `fold`; in a repeated cross-validation it contains each case once per repeat. The bootstrap resamples patients
-    within the fold in which they first occur. Returns ({model: {score: value}}, table to print).
+    risks: {model: log-hazards, one for each row of `cases`}. cases: result of cases_of() with a column `fold`. Returns
+    ({model: {score: value}}, table to print).
     """
     time, event, case, fold = (cases[name].to_numpy() for name in ("time", "event", "case", "fold"))
     counts = resample_cases(case, fold)
@@ -215,7 +207,6 @@ def compare_models(risks: dict[str, ndarray], cases: pd.DataFrame) -> tuple[dict
 
 
 def key_of(model: str) -> str:
-    """Return the prefix of a model's score names in summary.json."""
     return "val" if model == "network" else f"val/rival/{model}"
 
 
@@ -224,9 +215,8 @@ def print_table(
 ) -> dict[str, float]:
     """Rank 0: print the validation scores of the network and the baseline models; return them as {name: value}.
 
-    models: {model: (log-hazards of the validation cases, baseline hazard or None)}, the network first. cases: the table
-    that cases_of() returns for the validation set. sets: the datasets {"train": ..., "val": ...}. years: horizons for
-    AUC and Brier score.
+    models: {model: (log-hazards, baseline hazard or None)}, the network first. cases: result of cases_of(). years:
+    horizons for AUC and Brier score.
     """
     scores, table = compare_models({name: risk for name, (risk, _) in models.items()}, cases.assign(fold=0))
     for name, (risk, baseline_hazard) in models.items():
@@ -244,7 +234,7 @@ def print_table(
 
 
 def folds_of(folder: Path) -> list[Path]:
-    """Return the folds' run folders if `folder` contains a finished cross-validation, otherwise []."""
+    """Return the run folders of all folds if `folder` contains a finished cross-validation, otherwise []."""
     path = folder / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     repeats, folds = (range(1, 1 + summary.get(name, 0)) for name in ("repeats", "folds"))
@@ -252,15 +242,13 @@ def folds_of(folder: Path) -> list[Path]:
 
 
 def print_cross_validation(folder: Path, metrics: list[dict], cases: pd.DataFrame, args) -> None:
-    """Rank 0: print each model's C-index in a cross-validation; write summary.json and cross_validation.csv.
+    """Rank 0: print each model's C-index in cross-validation; write summary.json and cross_validation.csv.
 
-    Two values are printed for each model: the C-index over all pairs of cases within folds, and the mean of the folds'
-    C-indices. With repeats, the network's log-hazards averaged over the repeats are scored as one more model. metrics:
-    the scores of each fold. cases: the tables that cases_of() returns for the validation sets, joined, with the columns
-    `repeat` and `fold` and a column of log-hazards for each model, the network first.
+    metrics: the scores of each fold. cases: cases_of() of all validation sets, with the columns `repeat` and `fold` and
+    a column of log-hazards for each model, the network first.
     """
     scores = pd.DataFrame(metrics)
-    # leave out interval bounds and p values, whose means over the folds would be meaningless
+    # leave out interval bounds and p values, because their means over folds are meaningless
     scores = scores[[name for name in scores if not name.endswith(("_low", "_high", "/p"))]]
     summary = scores.mean().to_dict() | {f"{name}_sd": value for name, value in scores.std().items()}
 
@@ -292,10 +280,8 @@ def predictions(
 ) -> pd.DataFrame:
     """Return a table with each case's outcome and predictions, averaged over the models.
 
-    models: for each model, the column and image parts of the log-hazards (n, 2), and the result of fit_reference() or,
-    if that is unavailable, None. The predictions are the log-hazard relative to the average training patient (uncentred
-    for models without a fit_reference() result), its two parts and, if fit_reference() results are available for all
-    models, its percentile among the training patients and the survival probability at each of the times `years`.
+    models: for each model, the two parts (n, 2) of the log-hazards and the result of fit_reference() or None.
+    Percentiles and survival probabilities require fit_reference() results for all models.
     """
     time, event = outcome(data)
     event = np.where(np.isfinite(time), event, np.nan)
@@ -315,10 +301,10 @@ def predictions(
 
 
 def read_other_run(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
-    """Read another run's predictions for the validation set `val`, for the flag --rival_run.
+    """Read another run's predictions for the validation set `val` (--rival_run).
 
     Returns {"other_run": (log-hazards, baseline hazard)}, or {} if `folder` is None. Raises InputError if the folder
-    contains no predictions or predictions for other validation cases.
+    has no predictions for the same validation cases.
     """
     if not folder:
         return {}

@@ -1,9 +1,7 @@
 """Write synthetic cardiac CTs for train_survival_distributed.py: dataset.csv, scans/ and heart masks in masks/.
 
-The heart wall has calcified lesions of two shapes: solid balls, and shells around a soft core. Calcified volume and HU
-are drawn from the same distributions for both shapes. Only shells and age raise the hazard, so the number, volume and
-Agatston score of the lesions predict little. The column true_log_hazard contains the log-hazards from which the
-outcomes are drawn.
+Calcified lesions are solid balls or shells around a soft core, with the same distributions of volume and HU. Only
+shells and age raise the hazard, so the number, volume and Agatston score of the lesions predict little.
 """
 
 import argparse
@@ -22,10 +20,10 @@ FIELD = (160.0, 160.0, 128.0)
 THICKNESS = (1.0, 1.2)
 HEART = np.array([52.0, 50.0, 46.0])
 FOLDS = 5
-# in days: first event and last follow-up in the real cohort imitated here; earliest censoring in the synthetic one
+# in days: first event and last follow-up, as in a real cohort; earliest censoring
 FIRST_DAY, LAST_DAY, FIRST_CENSORED = 34, 2447, 300
 WEIBULL_SHAPE = 1.3
-# standard deviation of the log-hazard, and the fraction of its variance due to age; the rest is due to the shells
+# standard deviation of the log-hazard; fraction of its variance due to age, with the rest due to shells
 SPREAD, AGE_SHARE = 2.0, 0.3
 
 
@@ -41,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: int, seed: int) -> None:
     """Write CTs, masks and dataset.csv into `out`; print Harrell's C of the true risk and of simple predictors.
 
-    event_rate: fraction of patients with an event. matrix: voxels along a CT's first axis. Raises InputError if `out`
-    already contains a dataset.csv.
+    event_rate: fraction of patients with an event. matrix: voxels along a CT's first axis.
     """
     if (out / "dataset.csv").exists():
         raise InputError(f"{out}: holds a data set already; choose another folder or delete it")
@@ -69,7 +66,7 @@ def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: i
         row |= {f"Fold_{k + 1}": "val" if fold[i] == k else "train" for k in range(FOLDS)}
         row |= {"Age": "" if rng.random() < 0.03 else int(age[i]), "Sex": rng.choice(["female", "male"])}
         rows.append(row | measured | {"true_log_hazard": log_hazard[i]})
-    # dataset.csv is renamed into place last, so if it exists, the data set is complete
+    # rename dataset.csv into place last: if it exists, the data set is complete
     unfinished = out / ".dataset.csv.tmp"
     pd.DataFrame(rows).to_csv(unfinished, index=False)
     unfinished.replace(out / "dataset.csv")
@@ -92,8 +89,8 @@ def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) ->
 def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: int) -> dict:
     """Write a CT and its heart mask; return the lesions' Agatston score, volume in mm3 and number.
 
-    names: paths of the CT ("path") and the mask ("mask") relative to the folder `out`. kinds: for each lesion, True for
-    a shell and False for a ball. matrix: voxels along the CT's first axis.
+    names: paths of the CT ("path") and the mask ("mask") relative to `out`. kinds: for each lesion, True for a shell
+    and False for a ball. matrix: voxels along the CT's first axis.
     """
     import nibabel
 
@@ -117,7 +114,8 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: 
         else:
             continue
         places.append(place)
-        # a ball consists of the voxels nearest to its centre, a shell of those nearest to a sphere around its centre
+        # a ball consists of the voxels nearest to its centre, a shell of the voxels nearest to a sphere around its
+        # centre
         voxels = int(rng.integers(50, 90))
         radius = math.sqrt(voxels / (4 * math.pi)) if is_shell else 0
         nearest = np.argsort(np.abs(np.linalg.norm(grid - place, axis=-1) - radius), axis=None)[:voxels]
