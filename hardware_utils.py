@@ -1,6 +1,6 @@
 """Precision, determinism, peak memory and CPU cores.
 
-`python -m hardware_utils` runs utils/hardware_utils.py, which reports this machine's hardware and suggests settings.
+`python -m hardware_utils` reports this machine's hardware and suggests settings.
 """
 
 if __name__ == "__main__":
@@ -31,12 +31,12 @@ def usable_cores() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for reuse instead of returning it to the system; no effect without glibc.
+    """Make glibc keep freed memory for reuse instead of returning it to the system.
 
-    Otherwise, remapping the memory of large tensors in each step takes up to 10 % of the training time on a CPU.
+    This saves up to 10 % of the training time on a CPU. It has no effect without glibc.
     """
     with contextlib.suppress(AttributeError, TypeError):
-        # mallopt parameters: -3 is M_MMAP_THRESHOLD, for which glibc accepts at most 32 MiB; -1 is M_TRIM_THRESHOLD
+        # -3 is M_MMAP_THRESHOLD, for which glibc accepts at most 32 MiB; -1 is M_TRIM_THRESHOLD
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)
         mallopt(-1, 2**31 - 1)
@@ -68,38 +68,34 @@ def set_precision(
 ) -> tuple[str, str]:
     """Choose the precision and configure torch for it and for --deterministic; return (precision, text for the banner).
 
-    convolves_3d: whether the model contains 3D convolutions, which torch computes incorrectly in bf16 on a CPU. Raises
-    InputError for an unsupported precision.
+    convolves_3d: whether the model contains 3D convolutions. Raises InputError for an unsupported precision.
     """
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
     remarks = []
-    # The input size is fixed, so cuDNN needs to time its algorithms only once. The algorithm that it chooses can differ
-    # between runs, so this timing is disabled with --deterministic.
+    # The input size is fixed, so cuDNN needs to time its algorithms only once. The chosen algorithm can differ between
+    # runs, so --deterministic disables the timing.
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda" and precision == "no":
-        # By default, Ampere and later GPUs round the inputs of fp32 convolutions to a 10-bit mantissa (TF32). torch has
-        # newer names for the two allow_tf32 settings, but torch.compile fails if the newer names are used.
+        # By default, GPUs round the inputs of fp32 convolutions to TF32. torch.compile fails if torch's newer names for
+        # these settings are used.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
     if deterministic:
-        # Deterministic cuBLAS also needs the environment variable CUBLAS_WORKSPACE_CONFIG, which Parser.parse()
-        # (utils/cli.py) has set.
+        # Parser.parse() sets CUBLAS_WORKSPACE_CONFIG, which deterministic cuBLAS also needs.
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         else:
-            # set_deterministic_debug_mode("error") has the same effect as use_deterministic_algorithms(True), but does
-            # not import the torch.compile settings, which would take a second
+            # same effect as use_deterministic_algorithms(True), without importing torch.compile, which takes a second
             torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic = True
-        # Unlike the flash and memory-efficient attention kernels, cuDNN's attention kernel sums gradients in no fixed
-        # order.
+        # cuDNN's attention kernel sums gradients in no fixed order.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if device.type == "cpu":
-            # Results on a CPU depend on the number of threads, which launchers derive from the number of processes.
+            # Results on a CPU depend on the number of threads.
             torch.set_num_threads(1)
         remarks.append("deterministic")
     return precision, f"{precision} ({reason}) {'; '.join(remarks)}".strip()
@@ -108,7 +104,7 @@ def set_precision(
 def check_accelerate(accumulation: int) -> None:
     """Raise InputError if `accelerate launch` or its config file has settings that this project does not support.
 
-    accumulation: the script's --gradient_accumulation_steps, which must match any value given to `accelerate launch`.
+    accumulation: the script's --gradient_accumulation_steps.
     """
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
@@ -125,10 +121,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalization in the precision of its input.
-
-    Under autocast, torch's GroupNorm returns fp32 tensors, which would dominate memory use.
-    """
+    """Group normalization in the precision of its input; under autocast, torch's GroupNorm returns fp32 tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -148,8 +141,7 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (GIB if sys.platform == "darwin" else 2**20)
 
 
-# Matches the out-of-memory messages of CUDA, NCCL, cuBLAS and cuDNN, and of the host allocators of torch, oneDNN, C++
-# and NumPy. Some only say that an object, such as a handle or an engine, could not be created.
+# Matches the out-of-memory messages of CUDA, NCCL, cuBLAS, cuDNN, torch, oneDNN, C++ and NumPy.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|_ALLOC_FAILED|ALLOCATION_FAILED|cublasCreate|Failed to CUDA \w*alloc|nable to find an engine"
     r"|nable to find a valid cuDNN|can't allocate memory|not enough memory|could not create a (primitive|memory object)"

@@ -1,4 +1,6 @@
-"""Helpers shared by all scripts. Importing this package without torch exits with a hint to set up the environment."""
+"""Helpers shared by all scripts. If torch is not installed, importing this package exits with a hint on how to install
+it.
+"""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Command line of all scripts: argument types, common flags, --config files and error messages.
+"""Command-line handling for all scripts: argument types, common flags, --config files and error messages.
 
 This module does not import torch, so --help and flag errors appear immediately.
 """
@@ -38,8 +38,8 @@ def first_line(error: BaseException) -> str:
 def refuse(problems: list[str], what: str) -> None:
     """Raise InputError if there are problems; rank 0 first prints all of them if there are several.
 
-    problems: messages like "file: what is wrong; what to do". what: end of the error message after the number of
-    problems, such as "rows cannot be used".
+    problems: messages like "file: what is wrong; what to do". what: text after the problem count in the error message,
+    such as "rows cannot be used".
     """
     if len(problems) > 1:
         if is_first_process():
@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
         if args.config:
             path = args.config
             if path.startswith("config/") and not Path(path).exists():
-                # the published training guide writes config/ instead of configs/
+                # the published training guide calls the configs/ folder config/
                 path = path.replace("config/", "configs/", 1)
             # the command line has already been parsed without errors, so any error here is in the config file
             self.source = f"{path}: "
@@ -227,8 +227,8 @@ def add_common_arguments(
 ) -> None:
     """Add the flags that all scripts share, with names from the published training guides as aliases.
 
-    num_epochs: default of --num_epochs; None leaves the flag out. batch_of_all: --batch_size counts samples over all
-    GPUs instead of per GPU. least_epochs: minimum of --num_epochs.
+    num_epochs: default for --num_epochs; None omits the flag. batch_of_all: whether --batch_size is the total over all
+    GPUs rather than per GPU. least_epochs: smallest allowed --num_epochs.
     """
     parser.usage = "%(prog)s [--config FILE] [flags]"
     advanced = parser.advanced.add_argument
@@ -316,7 +316,8 @@ def print_error(error: Exception) -> int:
     first = is_first_process()
     if first:
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-    # exit with `code` on SIGTERM: srun returns the largest exit code of all ranks, and 143 means a time limit
+    # on SIGTERM, exit with `code` instead of 143: srun returns the largest exit code of all ranks, and 143 would look
+    # like a time limit
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     if not first:
         # launchers kill all ranks when one rank exits, so let rank 0 print the error first
@@ -336,7 +337,7 @@ def launch_workers(world_size: int | None) -> None:
         command = [sys.executable, str(Path(__file__).with_name("torchrun.py")), "--standalone"]
         command += [f"--nproc_per_node={world_size}", *sys.argv]
         if os.name == "nt":
-            # on Windows, os.execv would return to the prompt while the script still runs
+            # on Windows, os.execv would give the shell its prompt back while the script is still running
             sys.exit(subprocess.call(command))
         os.execv(sys.executable, command)
 

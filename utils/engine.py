@@ -67,7 +67,7 @@ class Engine:
         self.wrap()
 
     def wrap(self) -> None:
-        """All ranks: set up the gradient sums over the ranks. Call again after freezing or unfreezing parameters."""
+        """All ranks: set up gradient reduction across ranks. Call again after freezing or unfreezing parameters."""
         self.close()
         self.wrapped = wrap_in_ddp(self.model, self.device)
 
@@ -79,7 +79,9 @@ class Engine:
 
     @contextlib.contextmanager
     def around_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context manager for the passes of one micro-batch. last: whether to all-reduce the gradients afterwards."""
+        """Context manager for the forward and backward pass of one micro-batch. last: whether to all-reduce the
+        gradients afterwards.
+        """
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield
@@ -150,7 +152,7 @@ class ExactEngine(Engine):
     """Engine for --deterministic, with gradient sums that do not depend on the order of addition.
 
     Gradients are rounded and summed in float64, as in round_for_exact_sum(). During the last backward pass of a step,
-    finished gradient buckets are all-reduced.
+    each gradient bucket is all-reduced as soon as it is ready.
     """
 
     bucket_bytes = 50 * 2**20
@@ -180,7 +182,7 @@ class ExactEngine(Engine):
     def around_micro_batch(self, last: bool) -> Iterator[None]:
         self.last = last
         self.missing = Counter(self.bucket_of.values())
-        # with fp16, gradients are multiplied by the loss scale, so SHIFT must be multiplied too
+        # with fp16, gradients are multiplied by the loss scale, so multiply the rounding constant SHIFT by it too
         self.shift = self.scaler.scale(torch.full((), SHIFT, dtype=torch.float64, device=self.device))
         yield
 

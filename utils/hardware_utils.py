@@ -1,4 +1,4 @@
-"""Report this machine's hardware and suggest training settings by the rules of the published MIMIC-CXR guide.
+"""Report this machine's hardware and suggest training settings according to the published MIMIC-CXR guide.
 
 python -m utils.hardware_utils
 """
@@ -34,7 +34,8 @@ def _memory_groups(root: Path) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers:
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            # in a container, /proc/self/cgroup may hold the host's path, and only the mount point `top` exists
+            # in a container, /proc/self/cgroup may give the host's path, which does not exist here; only the mount
+            # point `top` does
             own = top / path.strip("/")
             folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
     return folders
@@ -104,7 +105,7 @@ def detect_hardware() -> dict:
     }
 
 
-# (nominal GPU memory in GB, batch size per GPU, target global batch size); the published guide ends at 20 GB
+# (nominal GPU memory in GB, batch size per GPU, target global batch size); the published guide's table stops at 20 GB
 GPU_TABLE = (
     (141, 128, 256),
     (80, 64, 256),
@@ -127,7 +128,7 @@ def settings_for(
     batch_size: int | None = None,
     processes_per_node: int | None = None,
 ) -> dict:
-    """Return training settings by the rules of the published MIMIC-CXR guide.
+    """Return training settings according to the published MIMIC-CXR guide.
 
     num_processes: total over all nodes. gpu_memory_gb (GiB), compute: minimum memory and compute capability over all
     GPUs; both are None without GPUs. cores, ram_gb (GiB): per node. batch_size: batch size per GPU, if already fixed.
@@ -145,7 +146,7 @@ def settings_for(
     def accumulation(batch: int) -> int:
         return max(1, int(global_batch / (batch * num_processes) + 0.5))
 
-    # batches larger than the guide's maximum of 16 per GPU must keep the same global batch size
+    # above the guide's maximum of 16 per GPU, choose only batch sizes that leave the global batch size unchanged
     smallest = min(largest_batch, 16)
     per_gpu = smallest * accumulation(smallest)
     batch = batch_size or max(size for size in range(smallest, largest_batch + 1) if per_gpu % size == 0)

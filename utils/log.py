@@ -1,6 +1,6 @@
-"""Log of a run: banner, progress lines, metrics.jsonl, TensorBoard, Weights & Biases and training curves.
+"""Run log: banner, progress lines, metrics.jsonl, TensorBoard, Weights & Biases and training curves.
 
-All ranks call this module, but only rank 0 writes.
+All ranks call these functions, but only rank 0 writes.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
-        """losses: names, in the order of the values that step() gets. saved: return value of state() at `step`, or None
-        for a new run.
+        """losses: names of the values passed to step(), in order. saved: result of state() at step `step`, or None for
+        a new run.
         """
         self.folder = folder
         self.ranks = ranks

@@ -1,12 +1,11 @@
-"""The parts of a training loop that every script shares: steps, evaluations, checkpoints and resuming.
+"""Steps, evaluations and checkpoints: the parts of a training loop that all scripts share.
 
-Each script writes its own loop and loss around two classes. `Run` manages the run folder, even with --eval_only.
-`Training` runs the steps and writes checkpoints; it uses an engine from utils/engine.py. Three rules keep resuming
-simple:
+Each script writes its own loop and loss. `Run` manages the run folder; `Training` runs the steps. Three rules make
+resuming exact:
 
-- The checkpoint for step k is written last, after everything step k does, including its evaluation.
-- The run fixes which samples make up a step and each of its micro-batches; any rank may compute a micro-batch.
-- Dropout noise is a function of (seed, step, micro-batch), so checkpoints hold no random state; see seed_dropout().
+- The checkpoint of a step is written after everything else in the step, including its evaluation.
+- Each micro-batch contains the same samples on any number of ranks.
+- Dropout noise depends only on (seed, step, micro-batch), so checkpoints contain no random state.
 """
 
 import contextlib
@@ -40,10 +39,10 @@ from utils.sampler import TrainBatchSampler
 
 @dataclass
 class Position:
-    """How far a run has come; saved in every checkpoint.
+    """Progress of a run, saved in every checkpoint.
 
-    step: completed optimizer steps. samples: samples trained on in this epoch, summed over the ranks. best: value of
-    the headline metric in best.pt; best_metrics: all metrics of that evaluation.
+    step, epoch: number completed. samples: samples trained on in the current epoch, over all ranks. best: the headline
+    metric of best.pt. best_metrics: all metrics of best.pt.
     """
 
     step: int = 0
@@ -54,11 +53,10 @@ class Position:
 
 
 class BatchPlan(NamedTuple):
-    """How the samples of an optimizer step are divided into micro-batches and among GPUs.
+    """How the samples of an optimizer step are divided into micro-batches and among ranks.
 
-    A run that resumes on a different number of GPUs keeps all of this except gpu_shares; see plan_batches() for the one
-    exception. lr_factor: size of the batch as a multiple of --batch_size, for --lr_scaling. gpu_shares: how many
-    micro-batches each rank gets, relative to the other ranks.
+    lr_factor: argument `times` of scale_learning_rate(). gpu_shares: number of micro-batches per rank, relative to the
+    other ranks.
     """
 
     global_batch_size: int
@@ -76,10 +74,10 @@ class BatchPlan(NamedTuple):
 
 @dataclass
 class Plan:
-    """Settings of a training run, decided before its first step and printed in the banner.
+    """Settings of a training run.
 
-    steps: planned optimizer steps of the full run, which --max_steps may cut short. losses: names of the losses passed
-    to step.backward(). invariants: settings that must be the same when the run is resumed.
+    steps: optimizer steps of the full run, regardless of --max_steps. losses: names of the losses passed to
+    step.backward(). invariants: settings that must not change on resume.
     """
 
     batch: BatchPlan
@@ -90,21 +88,20 @@ class Plan:
 
 
 class Run:
-    """Manages a run folder: its lock, the loaded checkpoint, the run's position, figures and summary files.
+    """Manages a run folder: its lock, the loaded checkpoint and the files written to it.
 
-    checkpoint: contents of the checkpoint to resume from or to evaluate; None for a new run, and from the moment that
-    Training begins.
+    checkpoint: the checkpoint to resume from or to evaluate. None for a new run and after Training has begun.
     """
 
     def __init__(
         self, format: str, args: Namespace, ranks: du.Ranks, advice: str = "", model_flags: tuple[str, ...] = ()
     ):
-        """All ranks: lock the run folder and load the checkpoint. Nothing is written or deleted until Training begins.
+        """All ranks: lock the run folder and load the checkpoint. Existing files are not changed.
 
-        format: name and version of the script's checkpoint format. advice: printed when memory runs out. model_flags:
-        flags that define the model and its data; their values come from the checkpoint if one is loaded. With
-        --eval_only or --predict the folder is not locked, and the checkpoint is the one that --resume_from names, or
-        else best.pt. Raises InputError.
+        format: name and version of the script's checkpoint format. advice: hint for out-of-memory errors. model_flags:
+        flags whose values come from the checkpoint if one is loaded. With --eval_only or --predict, the folder is not
+        locked and the checkpoint is best.pt unless --resume_from is given. Raises InputError if the folder or the
+        checkpoint cannot be used.
         """
         self.folder = Path(args.output_dir)
         self.format, self.ranks, self.advice, self.model_flags = format, ranks, advice, model_flags
@@ -140,12 +137,11 @@ class Run:
     def plan_batches(
         self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective_batch_size: int | None
     ) -> BatchPlan:
-        """All ranks: divide the batch into micro-batches as the flags say, or as the checkpoint says on resume.
+        """All ranks: choose batch and micro-batch sizes from the flags or, on resume, from the checkpoint.
 
-        try_once(size): run a forward and backward pass, without collectives, on a worst-case micro-batch: `size`
-        samples that need the most memory. With --auto_batch all ranks halve the micro-batch until it fits into the
-        memory of each; if they do so on resume, results are the same up to rounding. Raises RunError if not even one
-        sample fits.
+        try_once(size): forward and backward pass, without collectives, on the `size` samples that need most memory.
+        With --auto_batch, all ranks halve the micro-batch size until this pass succeeds on every rank. Raises RunError
+        if a single sample does not fit, and InputError if the flags do not match the checkpoint or the number of ranks.
         """
         args, ranks = self.args, self.ranks
         micro_batch_size, global_batch_size = batch_size, effective_batch_size
@@ -180,29 +176,29 @@ class Run:
         return BatchPlan(global_batch_size, micro_batch_size, lr_factor, gpu_shares)
 
     def heartbeat(self, place: str) -> None:
-        """Record that this rank is alive and what it is doing (`place`); while training, also reset the watchdog.
+        """Record what this rank is doing (`place`) and, during training, reset the rank's watchdog.
 
-        If not reset, the watchdog writes this rank's stack traces shortly before the ranks that wait for it time out.
+        The watchdog of a hanging rank writes stack traces shortly before the other ranks time out.
         """
         self.ranks.record_position(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
-        # resetting the watchdog starts a thread, which is too slow to do at every step
+        # resetting starts a thread, which is too slow to do at every step
         if self.stack_file and now - self.watchdog_reset > 0.1 * timeout:
             faulthandler.dump_traceback_later(0.9 * timeout, file=self.stack_file)
             self.watchdog_reset = now
 
     def start_loader(self, loader: DataLoader) -> Iterator:
-        """Return an iterator over the loader's batches. The first call for a loader forks its workers."""
-        # do not fork while the checkpoint thread runs: locks that it holds would stay locked in the workers for ever
+        # do not fork workers while the checkpoint thread runs: they would inherit its locks, which are never released
         if self.writer.thread and loader.num_workers and loader._iterator is None:
             self.writer.thread.join()
         with du.hold_signals():
             return iter(loader)
 
     def batches(self, loader: DataLoader, equal_passes: bool = False) -> Iterator:
-        """All ranks: yield an evaluation's batches, on the device. If a sample is unusable, all raise InputError.
+        """All ranks: yield an evaluation's batches, on the device.
 
-        equal_passes: pad to the same number of batches on every rank; padding batches have "index" -1.
+        equal_passes: pad to the same number of batches on every rank; padding batches have index -1. Raises InputError
+        on all ranks if a sample is unusable.
         """
         error = ""
         most = max(du.gather_objects(len(loader))) if equal_passes else 0
@@ -218,10 +214,7 @@ class Run:
                 raise InputError(error)
 
     def figure(self, name: str, figure) -> None:
-        """Rank 0: save a matplotlib figure as figures/<name>.png and, during training, also to TensorBoard.
-
-        Does nothing if `figure` is None.
-        """
+        """Rank 0: save a matplotlib figure, if any, as figures/<name>.png and, during training, to TensorBoard."""
         if self.ranks.is_main and figure is not None:
             try:
                 self.new_figures[name] = save_figure(self.folder, name, figure)
@@ -244,7 +237,7 @@ class Run:
 
 
 class Training:
-    """Trains from the run's current position to its last step: optimizer steps, logging, checkpoints, best.pt."""
+    """Runs optimizer steps from the run's position to its last step, with logging and checkpoints."""
 
     def __init__(
         self,
@@ -255,11 +248,11 @@ class Training:
         extra: Callable[[], dict] = dict,
         best_names: tuple[str, ...] = ("best.pt",),
     ):
-        """All ranks: begin to write to the run folder, and restore the log. Call after all inputs have been checked.
+        """All ranks: open the run folder for writing. Call this only after all inputs have been checked.
 
-        args: run.args, to which the script may have added values. extra: called at each save; returns the script's own
-        entries for the checkpoint. best_names: file names of the best checkpoint; a script that trains in stages puts
-        the current stage's file first. Raises InputError if the checkpoint's invariants differ from the plan's.
+        args: run.args, perhaps with values added by the script. extra: returns the script's own checkpoint entries.
+        best_names: file names for the best checkpoint; the name for the current stage comes first. Raises InputError if
+        the checkpoint has other invariants than the plan.
         """
         self.run, self.args, self.engine, self.batch, self.extra = run, args, engine, plan.batch, extra
         self.ranks, self.position, self.best_names = run.ranks, run.position, best_names
@@ -278,7 +271,7 @@ class Training:
         self.stopped = 0
         self.epoch_over = self.evaluation_due = False
         self.saved_position, self.saved_at = None, time.monotonic()
-        # iterator over the epoch's batches, kept across an evaluation, and the number of samples read from it
+        # the epoch's remaining batches; an evaluation does not restart the iterator
         self.stream: Iterator | None = None
         self.samples_read = 0
         self.profiler: torch.profiler.profile | None = None
@@ -329,13 +322,13 @@ class Training:
     # --- optimizer steps ----------------------------------------------------------------------------------------------
 
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
-        """All ranks: yield optimizer steps until the next evaluation, the end of the epoch or the end of the run.
+        """All ranks: yield optimizer steps until an evaluation is due or the epoch or the run ends.
 
-        count: maps the list of this rank's batches in a step (it may be empty) to a fixed number of counts; step.totals
-        are their sums over all ranks. A small all-reduce on the host sums these counts and tells all ranks about stop
-        signals and unusable samples (non-empty "error" entries); it overlaps with the previous step. If any rank
-        receives a stop signal, all ranks stop one or two steps later and `stopped` holds the exit code for the signal.
-        Raises InputError on all ranks if a sample is unusable.
+        count: returns a fixed number of counts for the list of this rank's batches in a step, which may be empty.
+        step.totals are the sums of these counts over all ranks.
+
+        After a stop signal on any rank, all ranks stop within two steps, and `stopped` is the exit code. Raises
+        InputError on all ranks if a sample is unusable.
         """
         position, sampler = self.position, loader.batch_sampler
         if self.stream is None or self.samples_read != position.samples:
@@ -392,7 +385,7 @@ class Training:
         return self.log.last.get(name)
 
     def signalled(self) -> int:
-        """All ranks: return the exit code for a stop signal if any rank has received one, otherwise 0."""
+        """All ranks: return the exit code for a stop signal received by any rank, otherwise 0."""
         return du.reduce_max([self.stop.code])[0]
 
     def _write_trace(self) -> None:
@@ -406,8 +399,8 @@ class Training:
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
         """All ranks: log an evaluation and save a checkpoint if one is due. Call this each time steps() ends.
 
-        metrics: results of the evaluation, {} if there was none. headline: name of the metric that decides which
-        checkpoint is best.pt. lower: whether a lower value is better.
+        metrics: results of the evaluation, or {} if there was none. headline: metric that selects best.pt. lower:
+        whether a lower value is better.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -418,7 +411,7 @@ class Training:
         where = position.step, position.epoch + 1
         complete = position.step == self.planned_steps
         paused = self.is_over() and not complete
-        # an evaluation made only because of --max_steps must not affect best.pt: an uninterrupted run has none here
+        # an evaluation that only --max_steps caused must not change best.pt: the full run would not make it
         planned = self.epoch_over or self.evaluation_due or complete
 
         if complete:
@@ -432,13 +425,14 @@ class Training:
         if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
             self.save(best)
         if paused:
-            # save first, then log: resuming drops lines logged after the checkpoint, as in a run without a pause
+            # save first, then log: on resume, lines logged after the checkpoint are dropped, so the log matches the log
+            # of an uninterrupted run
             self.log.write_interval(*where, self.last_step)
             if metrics and not planned:
                 self.log.write(*where, metrics)
 
     def _note_best(self, metrics: dict[str, float], headline: str, lower: bool) -> bool:
-        """Update the position's best score; return whether these metrics are the best. A tie goes to the later step."""
+        """Update the position's best score; return whether these metrics are the best. On a tie, the later step wins."""
         position, value = self.position, metrics[headline]
         better = position.best is None or (value <= position.best if lower else value >= position.best)
         if not better or not math.isfinite(value):
@@ -453,9 +447,9 @@ class Training:
         return (ended or step % 500 == 0) and du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def save(self, best: bool = False) -> None:
-        """All ranks: write a checkpoint of the current position, unless there is one already.
+        """All ranks: save a checkpoint of the current position, unless it is saved already.
 
-        Raises RunError on all ranks if the previous checkpoint could not be written or the ranks' weights differ.
+        Raises RunError on all ranks if the previous checkpoint was not written or if the weights differ between ranks.
         """
         position = (self.position.step, self.position.epoch)
         if self.saved_position != position:
@@ -477,24 +471,24 @@ class Training:
     def save_and_stop(self) -> int:
         """All ranks: save a checkpoint after a stop signal; return the exit code."""
         self.save()
-        # close the log before wait(): when wait() returns, other ranks may exit, and srun then kills rank 0
+        # close the log first: when wait() returns, other ranks may exit, and srun then kills rank 0
         self.log.close()
         self.run.writer.wait()
         du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
         return self.stopped
 
     def flush(self) -> None:
-        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if that failed."""
+        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if writing failed."""
         self.run.writer.wait()
 
     def load_best(self) -> int:
         """All ranks: load the weights of best.pt into the model; return the step at which they were saved.
 
-        A run that was never evaluated has no best.pt; the model then keeps its last weights.
+        A run without evaluations keeps its last weights.
         """
         self.flush()
         if self.is_over():
-            # everything is saved, so a signal may end the final test at once; resuming repeats the test
+            # everything is saved, so a signal may end the process immediately; a resumed run repeats the test
             self.stop.at_once = b""
             if self.ranks.is_main:
                 self.log.writer.flush()
@@ -506,10 +500,9 @@ class Training:
         return best["step"]
 
     def finish(self, tested: dict[str, float] | None = None) -> None:
-        """All ranks, at the end of a run: write model.safetensors, summary.json and the figure of training curves.
+        """All ranks: save the model's current weights as model.safetensors; write summary.json and the training curves.
 
-        model.safetensors gets the model's current weights: the last ones, or the best ones after load_best(). tested:
-        metrics of the final test, for summary.json.
+        tested: metrics of the final test.
         """
         run, position, tested = self.run, self.position, tested or {}
         run.writer.wait()
@@ -549,12 +542,12 @@ class Training:
             Path(stacks.name).unlink()
         self.stop.__exit__(kind, error, trace)
         self.engine.close()
-        # write the trace last, because torch's profiler may fail and everything else must be closed by then
+        # write the trace last, because torch's profiler may fail
         self._write_trace()
         if error and out_of_memory(error):
             if self.ranks.world_size == 1:
                 raise RunError(f"out of memory; {self.run.advice}") from None
-            # print on this rank: the others may have enough memory and would only see that this rank died
+            # print on this rank, because the other ranks only see that it died
             print(f"error: rank {self.ranks.rank}: out of memory; {self.run.advice}", file=sys.stderr, flush=True)
 
 
@@ -565,11 +558,9 @@ class Training:
 class Step:
     """This rank's part of one optimizer step.
 
-    samples: number of samples on all ranks. numbers: indices, within the step, of the micro-batches that this rank
-    computes. batches: the data of these micro-batches; DDP needs a pass from every rank, so a rank without a
-    micro-batch still has one batch and computes it with loss weight 0 (also with --deterministic). totals: sums over
-    all ranks of the counts that steps() describes. passes: number of forward passes on this rank; if it exceeds the
-    number of micro-batches, the last batch is repeated with loss weight 0.
+    samples: number of samples on all ranks. numbers: indices of this rank's micro-batches within the step. batches:
+    their data, or one batch if this rank has no micro-batch. totals: see Training.steps(). passes: number of forward
+    passes. DDP needs the same number on every rank, so the last batch is repeated with loss weight 0.
     """
 
     training: Training
@@ -594,9 +585,9 @@ class Step:
     def backward(self, *losses: Tensor, through: tuple[Tensor, Tensor] | None = None) -> None:
         """Run the backward pass of losses[0], this micro-batch's term of the step's loss; log all losses.
 
-        through: for a loss that is not a sum over micro-batches, the pair (model's output for this micro-batch,
-        gradient of the step's loss with respect to that output). A non-finite loss makes the gradients non-finite on
-        every rank, so all ranks skip the step.
+        through: (output, gradient), for a loss that is not a sum over micro-batches: the model's output for this
+        micro-batch and the gradient of the step's loss with respect to this output. If a loss is not finite, all ranks
+        skip the step.
         """
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
         if through:
@@ -608,7 +599,7 @@ class Step:
     def update(self, lr: float) -> None:
         """Clip the gradients, update the weights with learning rate `lr`, and log the step.
 
-        If a gradient is not finite, the weights stay unchanged. The host waits for the GPU only once per log interval.
+        If a gradient is not finite, the weights stay unchanged.
         """
         training, log, position = self.training, self.training.log, self.training.position
         grad_norm = training.engine.update(lr)
@@ -625,13 +616,13 @@ def error_in(batch: dict) -> str:
 
 
 def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
-    """Seed torch's generators, which dropout draws from, as a function of (seed, step, micro-batch).
+    """Seed torch's random generators, which dropout uses, from (seed, step, micro-batch).
 
-    step: number of completed optimizer steps. micro_batch: index within the step, counted over all ranks.
+    step: number of completed steps. micro_batch: index within the step, over all ranks.
     """
     sequence = np.random.SeedSequence([seed % 2**63, step, micro_batch])
     seed = int(sequence.generate_state(1, np.uint64)[0])
-    # torch.manual_seed would take 0.1 ms, because it seeds every type of device
+    # faster than torch.manual_seed(), which seeds every type of device
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -641,10 +632,10 @@ def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -
 
 
 def gpu_shares_from(seconds: list[float]) -> list[int]:
-    """Return each rank's share of a step's micro-batches: proportional to its speed, 10 for the fastest rank.
+    """Return each rank's share of the micro-batches: proportional to its speed, 10 for the fastest rank.
 
-    seconds: the time each rank takes for the same pass. Ranks within 25 % of each other count as equally fast, because
-    identical ranks on a busy machine differed by up to 21 %.
+    seconds: each rank's time for the same pass. Ranks within 25 % of each other count as equally fast, because the
+    times of identical ranks differed by up to 21 %.
     """
     fastest_of, fastest = {}, 0.0
     for own in sorted(seconds):
@@ -657,7 +648,7 @@ def gpu_shares_from(seconds: list[float]) -> list[int]:
 def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
     """Return the seconds that try_once(size) takes, or inf if memory runs out.
 
-    Afterwards the gradients are None; the model's buffers and the random state are as before.
+    Afterwards, the gradients are None; buffers and the random state are unchanged.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buffers = [buffer.clone() for buffer in model.buffers()]
@@ -665,7 +656,8 @@ def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> 
     held = []
     with torch.random.fork_rng(devices=[trained[0].device] if on_gpu else []):
         try:
-            # reserve memory for the optimizer's two moments and DDP's buckets; the second pass also holds gradients
+            # reserve memory for the optimizer's two moments and DDP's buckets; the second call also has gradients in
+            # memory
             held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
             try_once(size)
             begun, passes = time.perf_counter(), 0
@@ -676,7 +668,7 @@ def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> 
                 passes += 1
             seconds = (time.perf_counter() - begun) / passes
             if on_gpu:
-                # reserve what NCCL, cuDNN and cuBLAS allocate outside torch's caching allocator
+                # reserve memory that NCCL, cuDNN and cuBLAS allocate outside torch's caching allocator
                 held.append(torch.empty(1_500_000_000, dtype=torch.uint8, device=trained[0].device))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):

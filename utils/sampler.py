@@ -49,7 +49,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 class ImageGroups:
-    """Shuffles questions in groups about the same image, so that a step encodes fewer images.
+    """Shuffles questions in groups that share an image, so that each step encodes fewer images.
 
     The questions about each image are shuffled and cut into groups of at most `size`; then the groups are shuffled.
     """
@@ -71,7 +71,7 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return each group's image, the number of the image's questions in earlier groups, and each group's size."""
+        """For each group, return its image, how many of that image's questions come in earlier groups, and its size."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)
@@ -120,7 +120,7 @@ class TrainBatchSampler:
         self.rank = rank
         self.seed = seed
         self.groups = groups
-        # rank r computes a step's micro-batches between the fractions ends[r] / ends[-1] and ends[r + 1] / ends[-1]
+        # rank r computes the part of a step's micro-batches from fraction ends[r] / ends[-1] to ends[r + 1] / ends[-1]
         self.ends = [0, *accumulate(gpu_shares or [1] * world_size)]
         self.set_position(0)
 
@@ -134,7 +134,7 @@ class TrainBatchSampler:
         return math.ceil(self.num_samples / self.effective_batch_size)
 
     def share(self, first: int) -> tuple[int, range]:
-        """Return the number of samples over all ranks and the indices of this rank's micro-batches in a step.
+        """Return a step's number of samples over all ranks and the numbers of this rank's micro-batches.
 
         first: number of samples in the epoch before the step.
         """

@@ -74,7 +74,7 @@ def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3)
 
 
 def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:
-    """Return for each row the index of a row from a different case, of the same kind if possible.
+    """For each row, return the index of a row from a different case, of the same kind if possible.
 
     cases, kinds: case and kind (imaging modality) of each row. Returns None if all rows belong to one case.
     """

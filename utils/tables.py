@@ -110,7 +110,8 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
     """Return the (image path, question) pairs to predict.
 
     predict: an image, a folder of images, or a CSV file with image paths relative to its folder. question: default for
-    images without a question in the CSV file. Raises InputError if there is no image, or if a CSV row has no question.
+    images without a question in the CSV file. Raises InputError if there are no images, or if a CSV row has no question
+    and there is no default.
     """
     path = Path(predict)
     if path.suffix.lower() == ".csv":
@@ -132,7 +133,8 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
 def patient_in(pattern: str, name: str) -> str:
     """Find the patient in a file name with the regular expression --patient_pattern; return "" if it does not match.
 
-    The patient is the first group, or the whole match without groups. Raises InputError for an invalid expression.
+    The patient is the first group, or the whole match if the expression has no groups. Raises InputError for an invalid
+    expression.
     """
     try:
         found = re.search(pattern, name)
@@ -159,7 +161,7 @@ def split_of(patient: str, seed: int, shares: tuple[float, float, float]) -> str
 
 
 def in_two_splits(rows: Iterable[tuple]) -> list[str]:
-    """Return the sources of all rows whose split differs from the first row with the same key.
+    """Return the sources of all rows whose split differs from that of the first row with the same key.
 
     rows: tuples (key, split, source), such as ("patient 12", "train", "patients.csv:7").
     """

@@ -15,7 +15,7 @@ from utils.images import is_dicom
 
 # letters for axis directions (right, left, ...), or "?" if the file does not define them
 CODES = "RLAPSI?"
-# required DICOM tags of a slice, with their number of values
+# required DICOM tags of a slice, and how many values each has
 POSITION, SLOPE = "ImagePositionPatient", "RescaleSlope"
 TAGS = {
     POSITION: 3,
@@ -112,7 +112,7 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
     except InputError:
         raise
     except Exception as error:
-        # nibabel, zlib and pydicom raise errors of many types
+        # nibabel, zlib and pydicom raise many types of exceptions
         raise InputError(f"{path}: cannot be used ({first_line(error)}); correct or replace it") from None
 
 
@@ -139,7 +139,9 @@ def _find_series(path: Path) -> dict:
 
 
 def _read_tags(series: dict) -> np.ndarray:
-    """Return the values of the DICOM tags in TAGS, (slices, 15). Raises InputError for a missing or unusable tag."""
+    """Return the values of the DICOM tags in TAGS as a (slices, 15) array. Raises InputError for a missing or unusable
+    tag.
+    """
     # MR images may lack a rescale slope, but CT values need one to be in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
     numbers = []

@@ -1,4 +1,4 @@
-"""Map each question of the MIMIC-Ext-CXR-QBA data set to one of the model's answer heads and to a target class."""
+"""Map each question of MIMIC-Ext-CXR-QBA to one of the model's answer heads and to a target class."""
 
 # CheXpert labels, spelled as in MIMIC-CXR-JPG
 CHEXPERT = (
@@ -47,13 +47,9 @@ def head_of(question_type: str) -> str | None:
 def target_of(question: dict, head: str) -> tuple[int | None, str]:
     """Return (index of the target class, ""), or (None, reason) if the question's main answers determine no class.
 
-    question: a question of MIMIC-Ext-CXR-QBA with its answers. head: the answer head. The binary head uses the
-    positiveness of the first main answer, reversed for the question type `is_normal`.
-
-    The other heads use the first name in the main answers that equals a class name, ignoring case. Answers with
-    positiveness `neg` come last, because descriptions also list absent findings: the answer "no effusion" is `neg` but
-    lists effusion in `obs_entities`. For the category head, a `neg` answer that names a class maps to "no finding"; for
-    `where_is` questions, a `neg` answer yields no target.
+    Binary: whether the first main answer is positive, reversed for `is_normal` questions. Other heads: the first class
+    named in a main answer. Negative answers come last, because descriptions also list absent findings; for the category
+    head, they mean "no finding".
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:
@@ -66,7 +62,6 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
         return int((sign == "pos") != ("is_normal" in kind)), ""
 
     unknown = ""
-    # sort negative answers to the end and otherwise keep the order
     for main in sorted(mains, key=lambda answer: answer.get("positiveness") == "neg"):
         absent = main.get("positiveness") == "neg"
         if head == "severity":

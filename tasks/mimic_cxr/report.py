@@ -1,6 +1,6 @@
-"""Evaluate a model trained by train_mimic_cxr.py: print tables of scores, write predictions and draw a figure.
+"""Score tables, prediction files and figure for train_mimic_cxr.py.
 
-The tables compare the model with baselines and ablations. The 95 % confidence intervals are clustered by patient.
+The 95 % confidence intervals are clustered by patient.
 """
 
 import textwrap
@@ -16,14 +16,13 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
 from tasks.mimic_cxr.prepare import Prepared
 from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
-# maximum number of test questions in each ablation, and of training or validation questions for the image baselines
+# maximum number of questions in each ablation; maximum number of training or validation questions for image baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# for the image baselines: maximum number of question texts with their own classifier, and of principal components
+# image baselines: maximum number of question texts with a classifier of their own; number of principal components
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
-# {column: one value per question}, with the columns in COLUMNS and, for questions that the model has answered, the
-# columns that answer_questions() in train_mimic_cxr.py adds
+# {column: one value per question}: the columns in COLUMNS and, after answer_questions(), the model's answers
 Rows = dict[str, ndarray]
 COLUMNS = ("study", "head", "target", "type", "question")
 
@@ -32,11 +31,10 @@ COLUMNS = ("study", "head", "target", "type", "question")
 
 
 def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
-    """Return each label's area under the ROC curve (R, labels) in R bootstrap resamples of S studies.
+    """Return the area under the ROC curve of each label in R bootstrap resamples of S studies, as an array (R, labels).
 
-    scores (S, labels): predictions. truth (S, labels): 1, 0, or any other value if unknown. counts (R, S): how often
-    each resample contains each study. A tie between a positive and a negative study counts half. The area is NaN if a
-    resample contains no positive or no negative study for the label.
+    scores: (S, labels). truth: (S, labels), 1, 0 or any other value if unknown. counts: (R, S), how often each resample
+    contains each study. The area is NaN if a resample has no positive or no negative study.
     """
     areas = np.full((len(counts), scores.shape[1]), np.nan)
     for label in range(scores.shape[1]):
@@ -56,14 +54,14 @@ def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
 
 
 def macro(areas: ndarray) -> ndarray:
-    """Average the AUROCs (R, labels) of R bootstrap resamples over the labels, ignoring NaN; return (R,)."""
+    """Average AUROCs (R, labels) over the labels, ignoring NaN; return (R,)."""
     return pd.DataFrame(areas).mean(axis=1).to_numpy()
 
 
 def calibration_error(probability: ndarray, right: ndarray) -> float:
     """Return the expected calibration error of predicted probabilities (N,), with 15 bins of equal width.
 
-    right (N,): whether each predicted event occurred.
+    right: (N,), whether each predicted event occurred.
     """
     from torchmetrics.functional.classification import binary_calibration_error
 
@@ -94,8 +92,8 @@ def most_frequent_targets(
 ) -> ndarray:
     """Return the most frequent target class (M,) for each wanted pair (key, answer head); -1 if a pair never occurs.
 
-    keys, heads, targets (N,): key, answer head and target class of each question to count. A key is an integer that
-    stands for a property of the question, such as its type. wanted, wanted_heads (M,): the pairs to look up.
+    keys, heads, targets: (N,), one entry per question. A key is an integer property of the question, such as its type.
+    wanted, wanted_heads: (M,), the pairs to look up.
     """
     codes, counts = np.unique((keys.astype(np.int64) * 4 + heads) * 64 + targets, return_counts=True)
     codes = codes[np.lexsort((counts, codes // 64))]
@@ -107,10 +105,9 @@ def most_frequent_targets(
 
 
 def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
-    """Answer the questions in `rows` with two baselines that ignore the image: "majority" and "question_only".
+    """Answer questions with the most frequent training answer, by question type ("majority") or text ("question_only").
 
-    "majority" is the most frequent training answer to questions of the same type. "question_only" is the most frequent
-    training answer to the same question text, or the majority answer if no training question has this text.
+    If a text does not occur in the training data, "question_only" gives the "majority" answer.
     """
     majority, question = (
         most_frequent_targets(train[name], train["head"], train["target"], rows[name], rows["head"])
@@ -120,11 +117,11 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 
 
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
-    """Answer each question from its text and one CheXpert label, the one that best predicts the answers to this text.
+    """Answer questions with the most frequent training answer for the same text and the same value of one CheXpert
+    label.
 
-    The answer is the most frequent one among training questions with the same text and the same value of the label.
-    Training questions use the true values, labels (studies, 14); questions in `rows` use the network's predictions.
-    fallback (N,): answers to use where no label yields an answer.
+    Each text uses the label that best predicts its training answers. labels: (studies, 14) true labels, used for
+    `train`; `rows` contains predicted labels. fallback: (N,) answers to use if no label yields an answer.
     """
     names, text = np.unique(train["question"], return_inverse=True)
     known, target, heads = labels[train["study"]], train["target"], train["head"]
@@ -149,10 +146,7 @@ def small_pixels(image: torch.Tensor) -> torch.Tensor:
 
 
 def image_numbers(image: torch.Tensor) -> torch.Tensor:
-    """Summarize each of the images (N, 1, S, S), values 0 to 1, in 60 numbers; return (N, 60).
-
-    The numbers are means and SDs in a 4 x 4 grid and histograms of the gray values and the gradient magnitudes.
-    """
+    """Return features (N, 60) of images (N, 1, S, S) in [0, 1]: means and SDs in a 4 x 4 grid, and histograms."""
     mean = F.adaptive_avg_pool2d(image, 4)
     deviation = (F.adaptive_avg_pool2d(image.square(), 4) - mean.square()).clamp_min(0).sqrt()
     gradient = torch.hypot(image.diff(dim=2)[..., :-1], image.diff(dim=3)[:, :, :-1])
@@ -164,14 +158,14 @@ def image_numbers(image: torch.Tensor) -> torch.Tensor:
     return torch.cat([mean.flatten(1), deviation.flatten(1), *histograms], 1)
 
 
-# {name of the baseline: function from images (N, 1, S, S), values 0 to 1, to features (N, D)}
+# {baseline: function from images (N, 1, S, S) in [0, 1] to features (N, D)}
 IMAGE_FEATURES = {"pixels": small_pixels, "numbers": image_numbers}
 
 
 def components(features: ndarray, fitted: int) -> ndarray:
-    """Standardize features (N, D) and project them onto at most 64 whitened principal components; return the result.
+    """Standardize features (N, D) and project them onto whitened principal components.
 
-    fitted: number of leading rows used to fit the standardization and the principal components.
+    fitted: number of leading rows used for fitting.
     """
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import StandardScaler
@@ -179,20 +173,16 @@ def components(features: ndarray, fitted: int) -> ndarray:
     x = StandardScaler().fit(features[:fitted]).transform(features.astype(float))
     count = min(COMPONENTS, fitted, x.shape[1])
     pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
-    # Drop components without variance, because whitening would amplify their rounding errors. Linearly dependent
-    # features, for example histogram bins that sum to 1, cause such components. Keep at least one component, because
-    # scikit-learn cannot fit zero features.
+    # Drop components without variance, because whitening would amplify their rounding errors. Keep at least one
+    # component, because scikit-learn cannot fit zero features.
     return pca.transform(x)[:, : max(1, (pca.explained_variance_ > 1e-6).sum())]
 
 
 def fit_logistic(x: ndarray, target: ndarray, penalty: float):
-    """Fit a logistic regression of `target` (N,) on features (N, D).
-
-    penalty: weight of the L2 penalty relative to the mean loss, so that the effect of the penalty does not depend on N.
-    """
+    """Fit a logistic regression; `penalty` is the weight of the L2 penalty relative to the mean loss."""
     from sklearn.linear_model import LogisticRegression
 
-    # use a small tolerance, so that rounding differences between processors do not change any answer
+    # small tolerance, so that rounding differences between processors do not change any answer
     return LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000).fit(x, target)
 
 
@@ -201,12 +191,9 @@ def answers_from_features(
 ) -> tuple[ndarray, ndarray]:
     """Predict answers and CheXpert labels by logistic regression on principal components of image features.
 
-    The training questions are used to fit one regression per CheXpert label and one per frequent question text. The
-    validation questions are used to select one L2 penalty for all labels and one for all question texts.
-
-    features: one row for each distinct study of `train`, then of `val`, then of `rows`. labels (studies, 14): the true
-    labels of all studies. fallback (N,): answers to the N questions in `rows`, used for rare question texts. Returns
-    (answers (N,), CheXpert scores (S, 14) of the S distinct studies in `rows`).
+    The regressions are fitted to `train`, and their L2 penalties are selected on `val`. features: one row per distinct
+    study of `train`, then of `val`, then of `rows`. labels: (studies, 14) true labels. fallback: (N,) answers for rare
+    question texts. Returns (answers (N,), CheXpert scores (S, 14) of the distinct studies in `rows`).
     """
     studies = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(studies[0]))
@@ -251,11 +238,9 @@ class SplitResults:
         self.right, self.patients = (rows["predicted"] == rows["target"]).astype(float), patients[rows["study"]]
         self.studies, first = np.unique(rows["study"], return_index=True)
         self.truth, self.probability = data.labels[self.studies], rows["chexpert"][first]
-        # counts (1 + 1000, studies): row 0 is 1 for each study; each other row counts how often a bootstrap resample
-        # of the patients contains each study
+        # how often each study occurs in the data (row 0) and in each of 1000 bootstrap resamples of the patients
         once = np.ones(len(self.studies))
         self.counts = np.vstack([once, resample_cases(patients[self.studies], once)])
-        # AUROC of each label, (1 + 1000, 14): in the data (row 0) and in each bootstrap resample
         self.areas = aurocs(self.probability, self.truth, self.counts)
 
 
@@ -264,10 +249,9 @@ def print_tables(
 ) -> dict[str, float]:
     """Print the scores of the network, the baselines and the ablations; return the scores as {name: value}.
 
-    Call on rank 0 only. train: all training questions; if none, the baselines are skipped. fitted: the training
-    questions to which the image baselines are fitted. val: the validation questions that select the image baselines'
-    L2 penalties. features: {image baseline: image features}, see answers_from_features(). ablations: {ablation:
-    (indices of the questions, the network's answers as Rows)}.
+    train: all training questions; if none, the baselines are skipped. fitted, val: training and validation questions
+    for the image baselines. features: {image baseline: image features}. ablations: {ablation: (question indices,
+    answers)}.
     """
     answers, label_scores = {}, {}
     if len(train["target"]):
@@ -303,10 +287,7 @@ def table_of_answers(results: SplitResults, answers: dict[str, ndarray], ablatio
 
 
 def table_of_findings(results: SplitResults, label_scores: dict[str, ndarray]) -> dict[str, float]:
-    """Print and return the mean AUROC over the CheXpert labels, for the network and for each baseline.
-
-    Also prints and returns the network's advantage over each baseline, computed on the same bootstrap resamples.
-    """
+    """Print and return the mean AUROC over the CheXpert labels, and the network's advantage over each baseline."""
     metrics, areas = {}, macro(results.areas)
     table = {"network": {"AUROC": add_area(metrics, "chexpert_auroc", areas)}}
     for name, scores in label_scores.items():
@@ -361,9 +342,9 @@ def table_of_groups(results: SplitResults) -> dict[str, float]:
 
 
 def add_mean(metrics: dict, key: str, values: ndarray, patients: ndarray, sign: str = "") -> str:
-    """Add the mean of `values` and its confidence interval, clustered by patient, to `metrics`; return both as text.
+    """Add the mean of `values` and its confidence interval to `metrics`; return both as text.
 
-    sign: "+" if the values are differences between two models, otherwise "".
+    sign: "+" if the values are differences between two models.
     """
     return add_score(metrics, key, values.mean(), interval_of_mean(values, patients, bounded=not sign), sign)
 
@@ -371,7 +352,7 @@ def add_mean(metrics: dict, key: str, values: ndarray, patients: ndarray, sign: 
 def add_area(metrics: dict, key: str, areas: ndarray, sign: str = "") -> str:
     """Add an AUROC, or a difference of two AUROCs, and its confidence interval to `metrics`; return both as text.
 
-    areas: the value in the data, followed by the values in the bootstrap resamples. sign: "+" for a difference.
+    areas: the value in the data, followed by the values in the bootstrap resamples.
     """
     return add_score(metrics, key, areas[0], interval_of_resamples(areas[1:]), sign)
 
@@ -414,10 +395,10 @@ def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
 
 
 def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, tuple], labels: list[str]) -> None:
-    """Write predictions.csv and print the first nine answers, each with the four most probable findings.
+    """Write predictions.csv and print the first nine answers, each with the most probable findings.
 
-    Call on rank 0 only. asked: [(path of the image, question), ...]. found: {index of a question in `asked`: (answer
-    head, class probabilities, probabilities of the 14 CheXpert labels)}. labels: CheXpert labels to write and print.
+    asked: [(image path, question), ...]. found: {index in `asked`: (answer head, class probabilities, probabilities of
+    the 14 CheXpert labels)}. labels: CheXpert labels to write.
     """
     lines = []
     for index, (head, probability, findings) in found.items():

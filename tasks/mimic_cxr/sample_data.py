@@ -36,7 +36,7 @@ PLACES = [(entity, side) for entity in (*IN_LUNG, "support devices") for side in
 REGIONS = {"pleural effusion": "costophrenic angle", "pneumothorax": "lung apex", "support devices": "upper lung zone"}
 GRADES = ("1_D", "3_B", "4_A", "5_A+", None)
 VIEWS = {"PA": "postero-anterior", "AP": "antero-posterior"}
-# {(name of the finding, side of the body): 0 to 2, which is the severity or, for a lung lesion, the lung zone}
+# {(finding, side of the body): 0 to 2}; the value is the severity or, for a lung lesion, the lung zone
 Findings = dict[tuple[str, str], int]
 
 
@@ -51,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write synthetic versions of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA and two tiny encoders into the folder `out`.
+    """Write the data set and the encoders into the folder `out`.
 
-    num_train, num_val, num_test: numbers of patients; each patient has two studies. image_size: side of the square
-    images in pixels. Raises InputError if the folder already contains a data set.
+    num_train, num_val, num_test: numbers of patients, with two studies each. Raises InputError if the folder already
+    contains a data set.
     """
     import pandas as pd
 
@@ -108,11 +108,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
 
 
 def draw_findings(rng: Generator) -> Findings:
-    """Choose a study's findings at random.
-
-    With probability 0.4, the study shows no disease. Otherwise, each lung has at most one disease, and the heart may be
-    enlarged. Support devices may occur in either case.
-    """
+    """Choose a study's findings at random; 40 % of the studies show no disease."""
     findings = {}
     ill = rng.random() < 0.6
     for side in SIDES:
@@ -126,9 +122,9 @@ def draw_findings(rng: Generator) -> Findings:
 
 
 def soft(distance: np.ndarray) -> np.ndarray:
-    """Return a smooth step from 0 outside a shape (distance < 0) to 1 inside the shape (distance > 0).
+    """Return a smooth step from 0 outside a shape to 1 inside it.
 
-    distance: signed distance from the shape's border. The step is about one unit wide.
+    distance: signed distance from the shape's border, positive inside.
     """
     return 1 / (1 + np.exp(-np.clip(2 * distance, -30, 30)))
 
@@ -138,7 +134,7 @@ def ridge(distance: np.ndarray) -> np.ndarray:
 
 
 def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
-    """Draw a synthetic X-ray (size, size), uint8, that shows the findings. The patient's left is on the image's right.
+    """Draw a synthetic X-ray (size, size), uint8, with the patient's left on the image's right.
 
     Lengths in the code are in 64ths of the image side.
     """
@@ -154,7 +150,7 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
     y, x = np.mgrid[:size, :size] * 64 / size
     x = x - 32 - rng.uniform(-2.5, 2.5)
     y = y - 35 - rng.uniform(-2.5, 2.5)
-    # width: half the width of the chest; height: half the height of the lungs
+    # half the width of the chest; half the height of the lungs
     width, height = rng.uniform(20, 27.5), rng.uniform(22.5, 25.5)
     coarse = Image.fromarray(rng.uniform(-1, 1, (6, 6)).astype(np.float32))
     image = 0.62 + 0.06 * np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC))
@@ -189,7 +185,6 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
         image = image + rng.uniform(0.2, 0.3) * soft(rng.uniform(0.3, 0.4) * width - abs(along)) * ridge(off)
 
     there, level = level_of("cardiomegaly", "")
-    # width of the heart as a fraction of the width of the chest
     heart = 0.52 + 0.11 * level + rng.uniform(-0.02, 0.02)
     dx, dy = (x / width - rng.uniform(-0.02, 0.1)) / heart, (v - 0.3) / 0.32
     inside = heart * width * (1 - np.hypot(dx, dy)) + (0 if there else wave(8 * np.arctan2(dy, dx)))
@@ -204,11 +199,7 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
 
 
 def draw_labels(rng: Generator, findings: Findings) -> list:
-    """Return a study's 14 CheXpert labels: 1 (present), 0 (absent), -1 (uncertain) or "" (blank).
-
-    Labels of findings that the synthetic images never show are blank. Some of the others, chosen at random, are blank
-    or uncertain.
-    """
+    """Return a study's 14 CheXpert labels: 1 (present), 0 (absent), -1 (uncertain) or "" (blank)."""
     entities = {entity for entity, _ in findings}
     truth = {entity: entity in entities for entity, _ in PLACES}
     truth["no finding"] = not entities - {"support devices"}
@@ -240,7 +231,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
     present = list(findings)
     for _ in range(5):
-        # about half of the has_finding questions have the answer yes; many others ask about a finding on the wrong side
+        # about half of these questions have the answer yes; many others ask about a finding on the wrong side
         entity, side = PLACES[rng.integers(len(PLACES))]
         if present and rng.random() < 0.7:
             entity, side = present[rng.integers(len(present))]
@@ -261,7 +252,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
     first = next(iter(diseases), None)
     add("B03_is_abnormal", "Is the study abnormal?", first)
     add("B04_is_normal", "Is everything normal?", first)
-    # data preparation must exclude this question about severity, because the answer names no severity
+    # an answer without a severity, which data preparation must exclude
     add("D04_how_severe_is_finding", "How severe is the scar?", positiveness="neutral")
     return questions
 
@@ -276,13 +267,12 @@ def write_encoders(out: Path, texts: set[str], seed: int) -> None:
 
     hf.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    # with ConvNeXt's default layer scale of 1e-6, the blocks would have no effect for thousands of training steps
+    # ConvNeXt's default layer scale of 1e-6 would disable the blocks for thousands of training steps
     sizes = {"patch_size": 4, "num_stages": 3, "depths": [1, 1, 2], "hidden_sizes": [24, 48, 96]}
     convnext = hf.ConvNextModel(hf.ConvNextConfig(**sizes, image_size=64, layer_scale_init_value=1.0))
     for weight in convnext.parameters():
         if weight.dim() > 1:
-            # with the default standard deviation of 0.02, which suits wide layers, the activations of these narrow
-            # layers would vanish
+            # the default standard deviation of 0.02 is too small for such narrow layers: the activations would vanish
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     convnext.save_pretrained(out / "convnext_tiny")
     settings = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}

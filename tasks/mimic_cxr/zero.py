@@ -1,7 +1,6 @@
-"""Training engine for DeepSpeed ZeRO, with the same AdamW and checkpoint format as the engines in utils/engine.py.
+"""Training engine for DeepSpeed ZeRO.
 
-Checkpoints contain full fp32 tensors by name, whatever the ZeRO stage. So any engine can resume from them, with any
-number of processes. DeepSpeed's own pickle files are never loaded.
+Checkpoints contain full fp32 tensors, so a run can resume with any engine, ZeRO stage and number of processes.
 """
 
 import contextlib
@@ -34,19 +33,18 @@ def is_installed() -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ZeRO-3 shards the model's weights.
+    """Return whether ZeRO-3 shards the weights.
 
-    If so, all ranks must run the same number of forward passes, because each pass gathers weights from all ranks.
+    If so, each forward pass gathers weights from all ranks, so all ranks must run the same number of forward passes.
     """
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def read_zero_config(path: str) -> dict:
-    """Read a DeepSpeed config file and check its blocks zero_optimization, fp16 and bf16.
+    """Read a DeepSpeed config file and check the blocks zero_optimization, fp16 and bf16.
 
-    DeepSpeed checks the other blocks when training starts. Raises InputError if the file or one of the three blocks is
-    invalid, if the ZeRO stage is not 1, 2 or 3, or if the file sets a value that only the script's flags may set, such
-    as the batch size.
+    Raises InputError if the file is invalid or sets a value that only the script's flags may set, such as the batch
+    size.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -73,13 +71,9 @@ def read_zero_config(path: str) -> dict:
 
 
 class ZeroEngine(Engine):
-    """Training engine that uses DeepSpeed ZeRO to shard the optimizer state over the ranks.
+    """Training engine that uses DeepSpeed ZeRO. config: result of read_zero_config()."""
 
-    From ZeRO stage 2 on, the gradients are sharded too; in stage 3, the weights as well. config: a DeepSpeed config
-    from read_zero_config().
-    """
-
-    # DeepSpeed's passes contain collectives, so all ranks must run the same number of passes
+    # DeepSpeed's forward and backward passes contain collectives
     equal_passes = True
 
     def __init__(
@@ -98,7 +92,7 @@ class ZeroEngine(Engine):
         self.parameters = [
             (names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]
         ]
-        # weights that put_weights() has swapped in for the trained ones; None if nothing is swapped in
+        # weights swapped in by put_weights(), or None
         self.replaced: dict[str, Tensor] | None = None
         super().__init__(model, optimizer, precision, *args, **options)
 
@@ -111,10 +105,10 @@ class ZeroEngine(Engine):
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # use gloo instead of DeepSpeed's shared-memory collectives, which need a C++ compiler on first use
+        # use gloo instead of DeepSpeed's shared-memory collectives, which need a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        # copy the fp32 weights now, because DeepSpeed rounds them to half precision before it creates its fp32 master
+        # copy the fp32 weights, because DeepSpeed rounds them to half precision before it creates its fp32 master
         # weights
         weights = {name: parameter.detach().float().cpu().clone() for name, parameter in self.parameters}
         self.wrapped, *_ = deepspeed.initialize(
@@ -124,21 +118,21 @@ class ZeroEngine(Engine):
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         scales = saved["scaler"] if saved else {}
         for name in SCALER:
-            # checkpoints from torch's GradScaler contain the loss scale, but none of DeepSpeed's other scaler values
+            # a checkpoint from torch's GradScaler contains only the loss scale
             value = scales.get(name, scales.get("scale") if name == "cur_scale" else None)
             if value is not None and hasattr(scaler, name):
                 setattr(scaler, name, value)
 
     def filled_config(self) -> dict:
-        # omit activation_checkpointing, which the training script implements itself; fp16 and bf16 are set below
+        # the training script implements activation checkpointing itself; fp16 and bf16 are set below
         replaced = ("fp16", "bf16", "activation_checkpointing")
         config = {key: value for key, value in self.config.items() if key not in replaced}
         config |= {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
-            # DeepSpeed must not count micro-batches itself: around_micro_batch() marks the one that ends a step
+            # 1, because around_micro_batch() marks the micro-batch that ends a step
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip,
-            # keep torch's AdamW: unlike DeepSpeed's AdamW, it can resume from a checkpoint bit for bit
+            # keep torch's AdamW: unlike DeepSpeed's AdamW, it can resume bit for bit
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1 << 40,
@@ -153,7 +147,7 @@ class ZeroEngine(Engine):
 
     def close(self) -> None:
         if self.wrapped is not self.model:
-            # without destroy(), the reference cycles of DeepSpeed's hooks would keep the model in memory
+            # without destroy(), DeepSpeed's hooks would keep the model in memory
             self.wrapped.destroy()
             self.wrapped = self.model
 
@@ -163,7 +157,7 @@ class ZeroEngine(Engine):
         yield
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        # multiply by the number of ranks, because DeepSpeed averages the gradients over the ranks
+        # undo DeepSpeed's averaging over the ranks
         self.wrapped.backward(loss * (gradient * du.world()[1]), scale_wrt_gas=False)
 
     def update(self, lr: float) -> Tensor:
@@ -171,8 +165,6 @@ class ZeroEngine(Engine):
             group["lr"] = lr
         self.wrapped.step()
         return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device).float()
-
-    # --- gathering full tensors from shards and sharding full tensors -------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
         if self.replaced is not None:
@@ -186,7 +178,7 @@ class ZeroEngine(Engine):
     def state(self) -> dict:
         """Return the optimizer state in the format of torch's AdamW, and the state of the loss scaler.
 
-        Call on all ranks. On ranks other than 0, AdamW's moments (exp_avg and exp_avg_sq) are None.
+        Call on all ranks. On ranks other than 0, AdamW's moments are None.
         """
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -206,8 +198,8 @@ class ZeroEngine(Engine):
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # create the optimizer state of all parameter groups now: DeepSpeed links the state to the parameters after the
-        # first group's first step, when the second group would still have no state
+        # create the optimizer state of all parameter groups now, because DeepSpeed links the state to the parameters
+        # after the first step of the first group
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}
@@ -237,7 +229,7 @@ def _write_shard(parameter: nn.Parameter, value: Tensor, key: str | None) -> Non
     from deepspeed import utils as deepspeed
 
     if not hasattr(parameter, "ds_id"):
-        # in ZeRO stages 1 and 2, DeepSpeed accepts the full tensor and selects this rank's shard itself
+        # in ZeRO stages 1 and 2, DeepSpeed selects this rank's shard of the full tensor itself
         value = value.to(parameter.device)
         if key:
             deepspeed.safe_set_full_optimizer_state(parameter, value, key)
