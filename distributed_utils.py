@@ -1,4 +1,4 @@
-"""Training in one process or many: process group, data loader, reductions, learning rate, stop signals."""
+"""Distributed training: process group, data loader, reductions, learning rate schedule and stop signals."""
 
 import atexit
 import contextlib
@@ -40,9 +40,9 @@ SHIFT = 1.5 * 2.0**12
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank, device and launcher of this process.
+    """Rank, device and launcher of this process.
 
-    store: key-value store that all processes share; None if there is only one process.
+    store: key-value store that all ranks share; None if there is only one process.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Ranks:
     device: torch.device
     launcher: str
     store: dist.Store | None
-    # time of the last record_position(), in a list because the dataclass is frozen
+    # time of the last record_position(); a list, because the dataclass is frozen
     noted: list[float] = field(default_factory=lambda: [-math.inf], compare=False)
 
     @property
@@ -58,17 +58,17 @@ class Ranks:
         return self.rank == 0
 
     def wait_for_main(self, what: str) -> None:
-        """All ranks: wait, with no timeout, until rank 0 calls this. If rank 0 dies, the launcher kills the others."""
+        """All ranks: wait for up to a week until rank 0 calls this. what: a key that no other call uses."""
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
-            # a rank that waits here is not stuck, so stop its watchdog
+            # a waiting rank is not stuck, so stop its watchdog
             faulthandler.cancel_dump_traceback_later()
             self.store.wait([what], timedelta(days=7))
 
     def record_position(self, place: str) -> None:
         """Write what this rank is doing to the store, so that other ranks can print it if this rank hangs."""
-        # all ranks together make at most 4000 writes a second, because rank 0 serves the store
+        # rank 0 serves the store, so limit all ranks together to 4000 writes a second
         now = time.monotonic()
         if self.store and now - self.noted[0] > self.world_size / 4000:
             self.store.set(f"place of {self.rank}", place)
@@ -76,9 +76,9 @@ class Ranks:
 
 
 def read_environment() -> tuple[int, int, int, str]:
-    """Return (rank, local_rank, world_size, launcher), read from the environment variables that the launcher sets.
+    """Return (rank, local_rank, world_size, launcher), read from the launcher's environment variables.
 
-    Without a launcher, returns (0, 0, 1, "python"). Raises InputError if a variable is not a number.
+    Without a launcher, return (0, 0, 1, "python"). Raises InputError if a variable is not a number.
     """
     env = os.environ
 
@@ -92,12 +92,11 @@ def read_environment() -> tuple[int, int, int, str]:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed or torch.distributed"
         return whole("RANK"), whole("LOCAL_RANK", "0"), whole("WORLD_SIZE"), launcher
 
-    # only srun sets this variable: `python` inside an sbatch script is one process
+    # srun sets SLURM_STEP_NUM_TASKS, but sbatch does not: `python` in an sbatch script is one process
     tasks = whole("SLURM_STEP_NUM_TASKS", "1")
     if tasks == 1:
         return 0, 0, 1, "python"
-    # the master is the first host of a list such as gpu[01-03,07]-ib,login1; its port must differ between jobs and
-    # between the srun calls of one job
+    # the master is the first host of a list such as gpu[01-03,07]-ib,login1; concurrent jobs need different ports
     first = re.match(r"([^][,]|\[[^]]*\])*", env.get("SLURM_STEP_NODELIST", "localhost"))[0]
     env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+)[^]]*\]", r"\1", first))
     job, step = whole("SLURM_JOB_ID", "0"), whole("SLURM_STEP_ID", "0")
@@ -122,10 +121,9 @@ def _address_towards(host: str) -> str:
 
 
 def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
-    """All ranks, with several nodes: set GLOO_SOCKET_IFNAME where gloo would choose the loopback interface.
+    """All ranks, with several nodes: set GLOO_SOCKET_IFNAME if gloo would choose the loopback interface.
 
-    gloo listens at the address that the machine's own host name resolves to. On Debian that is 127.0.1.1, which other
-    nodes cannot reach.
+    gloo uses the address of the machine's own host name, which is 127.0.1.1 on Debian.
     """
     if rank == world_size - 1:
         store.set("address of the last node", _address_towards(os.environ["MASTER_ADDR"]))
@@ -148,15 +146,15 @@ def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
 def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
     """Context manager that joins the process group and leaves it at the end, even after an error.
 
-    timeout: seconds that a collective waits for the other ranks. Use DDP only in functions called inside the `with`
-    block: with torch 2.13, about one exit in eight aborts if a DDP wrapper outlives the process group.
+    timeout: seconds that a collective waits for other ranks. DDP wrappers must not outlive the `with` block: with torch
+    2.13, about one exit in eight then aborts.
     """
     faulthandler.enable()
     rank, local_rank, world_size, launcher = read_environment()
     device = torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus:
-        # srun may let each of its tasks see only one GPU
+        # srun may show each task only one GPU
         alone = gpus == 1 and launcher == "srun"
         device = torch.device("cuda", 0 if alone else local_rank)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
@@ -168,12 +166,13 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
     store = None
     if world_size > 1:
-        # enable torch's flight recorder: on a timeout, NCCL dumps the last collectives, for `torchfrtrace` to display
+        # flight recorder: on a timeout, NCCL dumps the last collectives, and `torchfrtrace` can display them
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if gpus and dist.is_nccl_available() else "gloo"
         limit = timedelta(seconds=timeout)
         if world_size > 64:
-            # make gloo connect two ranks only when they first communicate: connecting every pair of 4096 takes minutes
+            # make gloo connect two ranks only when they first communicate: connecting all pairs of 4096 ranks takes
+            # minutes
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
@@ -194,11 +193,11 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         ranks.record_position("the start")
         yield ranks
     except (InputError, RunError, SystemExit) as error:
-        # all ranks raise these errors together; clear the traceback, whose frames would keep the DDP wrapper alive
+        # all ranks raise these errors; the traceback must not keep the DDP wrapper alive
         traceback.clear_frames(error.__traceback__)
         raise
     except BaseException as error:
-        # only this rank crashed: exit immediately, so that the others see a broken connection instead of waiting
+        # only this rank crashed: exit immediately, so that the other ranks do not wait for it
         if world_size == 1:
             raise
         traceback.print_exception(error)
@@ -217,7 +216,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
 
 def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> None:
-    """After a failed collective, print which ranks neither crashed nor timed out: they hang or were killed."""
+    """After a failed collective, print the ranks that hang or were killed."""
     with contextlib.suppress(RuntimeError):
         ranks.store.set(f"rank {ranks.rank} has ended", "")
         # gloo reports "pair closure" if the connection was closed because another message timed out
@@ -246,7 +245,7 @@ def print_main(*values) -> None:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Context manager that blocks stop signals while DataLoader workers start and do not yet ignore them."""
+    """Context manager that blocks stop signals while DataLoader workers start."""
     signals = {signal.SIGTERM, signal.SIGINT}
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -258,17 +257,14 @@ def hold_signals() -> Iterator[None]:
 
 
 def _ignore_stop_signals(_: int) -> None:
-    """Make a DataLoader worker ignore Ctrl-C and SIGTERM, which reach all processes: training stops its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @atexit.register
 def _kill_workers() -> None:
-    """Kill DataLoader workers at exit: Python would send SIGTERM, which they ignore, and then wait for them.
-
-    The SIGCHLD handler is reset first so that torch does not report the workers as killed.
-    """
+    """Kill DataLoader workers at exit, because they ignore the SIGTERM that Python sends."""
+    # otherwise torch's SIGCHLD handler reports the workers as killed
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
@@ -290,10 +286,9 @@ def create_distributed_dataloader(
     """Create a DataLoader over this rank's samples, in batches of at most `batch_size`.
 
     With `train`, samples are shuffled, and an optimizer step takes `effective_batch_size` samples over all ranks; call
-    `loader.batch_sampler.set_position(epoch)` before each epoch, as Training.steps() does. Otherwise samples come in
-    order, without padding. A data set that augments must seed its generator with (seed, index.epoch, index), see
-    utils.sampler.Index, so that a sample is the same on any number of processes and after a resume. The function is
-    named after the one in the published survival training guide (guide 2).
+    `loader.batch_sampler.set_position(epoch)` before each epoch. Random augmentation must depend only on (seed,
+    index.epoch, index), see utils.sampler.Index. The name of the function is from the published survival training guide
+    (guide 2).
     """
     rank, world_size = world()
     if train:
@@ -309,7 +304,7 @@ def create_distributed_dataloader(
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),
-        # a separate generator: DataLoader would draw from torch's global one at each epoch, and again after a resume
+        # torch's global generator would advance at each epoch, and once more after a resume
         generator=torch.Generator().manual_seed(seed % 2**63),
         **options,
     )
@@ -351,10 +346,9 @@ def _receive(rank: int, tag: int) -> bytes:
 
 
 def combine(value, merge: Callable, tag: int = 0):
-    """All ranks: all-reduce picklable values. merge(a, b) combines two values; `a` comes from lower ranks than `b`.
+    """All ranks: all-reduce picklable values with merge(a, b), where `a` comes from lower ranks than `b`.
 
-    Values are reduced up a binomial tree and the result is broadcast down the tree. This takes 2 log2(ranks) messages
-    in sequence; the ring in gloo's all-reduce and all-gather takes 2 (ranks - 1).
+    A binomial tree takes 2 log2(ranks) messages in sequence; gloo's ring takes 2 (ranks - 1).
     """
     rank, world_size = world()
     if world_size == 1:
@@ -380,14 +374,14 @@ def _add_lists(one: list[float], other: list[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-# a single thread computes the sums of begin_sum() in the background; its messages have their own tag
+# one thread runs the sums of begin_sum() in order; its messages have their own tag
 _BACKGROUND = ThreadPoolExecutor(1)
 
 
 def begin_sum(values: list[float]) -> Callable[[], list[float]]:
-    """All ranks: start to sum `values` elementwise over the ranks, in the background.
+    """All ranks: start to sum `values` elementwise over the ranks; return a function that waits for the sums.
 
-    Returns a function that waits for the sums and returns them. Every rank must start its sums in the same order.
+    Every rank must start its sums in the same order.
     """
     if not dist.is_initialized():
         return lambda: values
@@ -408,7 +402,7 @@ def reduce_max(values: list[float]) -> list[float]:
 
 
 def gather_objects(value) -> list:
-    """All ranks: gather small picklable values; every rank gets the list [rank 0's value, rank 1's value, ...]."""
+    """All ranks: gather small picklable values; return them in rank order on every rank."""
     return combine([value], operator.add)
 
 
@@ -417,7 +411,7 @@ def gather_dicts(own: dict) -> dict:
 
 
 def gather_to_main(value) -> list:
-    """All ranks: gather picklable values on rank 0, which gets a list in rank order; other ranks get []."""
+    """All ranks: gather picklable values; return them in rank order on rank 0, and [] on other ranks."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -433,10 +427,9 @@ def broadcast_object(value):
 
 
 def share_bytes(size: int) -> np.ndarray | None:
-    """All ranks: return a zeroed uint8 array (size,) that this machine's ranks and their DataLoader workers share.
+    """All ranks: return a zeroed uint8 array (size,) shared by the ranks and DataLoader workers of this machine.
 
-    The array is backed by an unlinked temporary file, which stays in the page cache while memory allows. Returns None
-    if the disk has no room for it.
+    The array is an unlinked temporary file. Returns None if the disk has no room for it.
     """
     if os.name == "nt":
         return np.zeros(size, np.uint8)
@@ -446,7 +439,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     if first:
         descriptor, path = tempfile.mkstemp()
         try:
-            # allocate the disk space now: if the disk filled up, a later write to the array would crash the process
+            # allocate the disk space now: writing to the array on a full disk would crash the process
             getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(descriptor, 0, size)
         except OSError:
             os.unlink(path)
@@ -456,7 +449,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     try:
         return np.memmap(path, np.uint8, "r+", shape=(size,)) if path else None
     except OSError:
-        # `path` is on another machine that has the same host name, so the file does not exist here
+        # the file does not exist here: it is on another machine with the same host name
         return None
     finally:
         gather_objects(None)
@@ -466,7 +459,7 @@ def share_bytes(size: int) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def agree_on_errors() -> Iterator[None]:
-    """Context manager: if any rank raises InputError or RunError inside the block, every rank raises the first one."""
+    """Context manager: if any rank raises InputError or RunError, all ranks raise this error."""
     own = None
     try:
         yield
@@ -481,7 +474,7 @@ def agree_on_errors() -> Iterator[None]:
 def check_same_weights(state: dict[str, Tensor]) -> None:
     """All ranks: compare checksums of the weights across ranks. Raises RunError on all ranks if the weights differ.
 
-    If a bit flips in one rank's GPU memory, its weights drift from those of the others, and the loss does not show it.
+    A bit flip in one GPU's memory would otherwise go unnoticed.
     """
     if world()[1] == 1:
         return
@@ -503,10 +496,9 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
 
 
 def round_for_exact_sum(values: Tensor) -> Tensor:
-    """Round values to multiples of 2**-40, in float64. NaN and infinity stay as they are.
+    """Round values to multiples of 2**-40, in float64.
 
-    Adding rounded values is exact while the sums stay below 2**13, so the result is bit-identical whatever the order
-    and grouping of the additions. ExactEngine rounds gradients in the same way.
+    Sums of rounded values are exact while they stay below 2**13, so they do not depend on the order of the additions.
     """
     return (values.double() + SHIFT) - SHIFT
 
@@ -517,7 +509,7 @@ def round_for_exact_sum(values: Tensor) -> Tensor:
 def scale_learning_rate(base: float, times: float, rule: str) -> float:
     """Scale a learning rate for a batch size multiplied by `times`.
 
-    rule: "linear" is that of the published PRS-Med training guide (guide 0), effective_lr = base_lr * world_size.
+    The "linear" rule is from the published PRS-Med training guide (guide 0): effective_lr = base_lr * world_size.
     """
     return base * {"linear": times, "sqrt": math.sqrt(times), "none": 1}[rule]
 
@@ -533,9 +525,9 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
 
 
 class StopSignal:
-    """Handles stop signals: SIGTERM sets `code` to 143, Ctrl-C to 130. The training loop reads `code` before each step.
+    """Context manager that handles stop signals: SIGTERM sets `code` to 143, Ctrl-C to 130.
 
-    at_once: if this message is set, a signal prints it and ends the process immediately.
+    at_once: if set, a signal prints this message and ends the process immediately.
     """
 
     code = 0

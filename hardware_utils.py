@@ -33,7 +33,7 @@ def usable_cores() -> int:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse instead of returning it to the system.
 
-    This saves up to 10 % of the training time on a CPU. It has no effect without glibc.
+    This saves up to 10 % of the training time on a CPU.
     """
     with contextlib.suppress(AttributeError, TypeError):
         # -3 is M_MMAP_THRESHOLD, for which glibc accepts at most 32 MiB; -1 is M_TRIM_THRESHOLD
@@ -68,7 +68,7 @@ def set_precision(
 ) -> tuple[str, str]:
     """Choose the precision and configure torch for it and for --deterministic; return (precision, text for the banner).
 
-    convolves_3d: whether the model contains 3D convolutions. Raises InputError for an unsupported precision.
+    Raises InputError for an unsupported precision.
     """
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
@@ -78,8 +78,8 @@ def set_precision(
     # runs, so --deterministic disables the timing.
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda" and precision == "no":
-        # By default, GPUs round the inputs of fp32 convolutions to TF32. torch.compile fails if torch's newer names for
-        # these settings are used.
+        # By default, Ampere and later GPUs compute fp32 convolutions in TF32. torch.compile fails if the newer names of
+        # the allow_tf32 settings are used.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
@@ -102,10 +102,7 @@ def set_precision(
 
 
 def check_accelerate(accumulation: int) -> None:
-    """Raise InputError if `accelerate launch` or its config file has settings that this project does not support.
-
-    accumulation: the script's --gradient_accumulation_steps.
-    """
+    """Raise InputError if `accelerate launch` or its config file has settings that this project does not support."""
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")

@@ -9,8 +9,7 @@ The script implements a published multi-GPU guide (guide 4): https://github.com/
     python train.py --objective search                                            # predict a search agent's actions
     python train.py --eval_only                                                   # test best.pt on the unseen tasks
 
-Data: an HDF5 file of such recordings ("learning histories"), described in tasks/compressed_ad/README.md. The command
-`python -m tools.sample_data compressed_ad .` generates a small file in seconds; the flag `--data .` selects it.
+Data: an HDF5 file of recordings ("learning histories"); see tasks/compressed_ad/README.md.
 """
 
 import copy
@@ -20,13 +19,12 @@ from utils.cli import Parser, add_common_arguments, launch_workers, real, run_ma
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
-# flags that define the model and its data; a resumed run takes their values from the checkpoint
 MODEL_FLAGS = tuple(
     "model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward encoder_n_layer n_latent n_transit shift from_start "
     "max_compression_depth objective split_seed env".split()
 )
 VAL_AGENTS = 5
-# constant in the random seeds of acting agents, so that their random numbers differ from others drawn from --seed
+# tag in the random seeds of acting agents; seeds for other purposes have other tags
 ACTING = 5
 
 
@@ -94,13 +92,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.num_warmup_steps >= args.train_timesteps:
         parser.error(f"--num_warmup_steps {args.num_warmup_steps}: must be below --train_timesteps")
     if args.model == "ad":
-        # --n_latent is ignored, so that a config file for --model compressed_ad also works with --model ad
+        # ignore --n_latent, so that a config file for --model compressed_ad also works with --model ad
         args.n_latent = 0
     return args
 
 
 if __name__ == "__main__":
-    # parse the flags before the heavy imports, so that --help and errors in flags appear immediately
+    # parse the flags before the heavy imports, so that --help appears immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -122,8 +120,6 @@ from utils.loop import Plan, Run, Training
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer: attention and an MLP, each with a residual connection."""
-
     def __init__(self, dim: int, heads: int, hidden: int):
         super().__init__()
         self.heads = heads
@@ -136,9 +132,9 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Transform the tokens x (B, N, D), which attend to earlier tokens and to each other.
 
-        The earlier tokens are given as memory (B, M, D) or as cache (2, B, heads, slots, D / heads). The first `cached`
-        slots of the cache contain their keys and values; those of x are written to the next slots. mask (..., N,
-        earlier tokens + N): True where attention is allowed.
+        The earlier tokens are either `memory` (B, M, D) or the first `cached` slots of `cache`, their keys and values
+        (2, B, heads, slots, D / heads). The keys and values of x are added to the cache. mask: (..., N, M + N), True
+        where attention is allowed.
         """
         normed = self.norm(x)
         source = normed if memory is None else torch.cat([self.norm(memory), normed], 1)
@@ -157,10 +153,9 @@ class Layer(nn.Module):
 class InContextNet(nn.Module):
     """Transformer that predicts an agent's action from the agent's past (Algorithm Distillation, Laskin et al. 2022).
 
-    Each past transition (state, action, reward, next state) is one token, and each state in which to act is one query
-    token. Once the context is full (n_transit transitions), an encoder compresses it, together with the latent tokens
-    of the previous compression, into new latent tokens; the past can thus be arbitrarily long. With n_latent = 0,
-    nothing is compressed, and transitions that leave the context are forgotten, as in plain Algorithm Distillation.
+    Each past transition is one token, and each state in which to act is one query token. When the context is full, an
+    encoder compresses it and the previous latent tokens into new latent tokens. With n_latent = 0, the oldest
+    transitions are dropped instead.
     """
 
     def __init__(self, env: Env, args: Namespace):
@@ -185,7 +180,7 @@ class InContextNet(nn.Module):
             self.encoder_norm = nn.LayerNorm(dim)
 
     def compile(self) -> None:
-        """Compile each layer for dynamic shapes, because the number of samples to compress varies between calls."""
+        """Compile each layer for dynamic shapes, because the number of samples to compress varies."""
         for layer in self.modules():
             if isinstance(layer, Layer):
                 layer.compile(dynamic=True)
@@ -207,8 +202,7 @@ class InContextNet(nn.Module):
     def embed_queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
         """Return query tokens (B, N, D) for the cells (B, N) in which to act.
 
-        A query gets the positional embedding of the transition that its action will lead to. first: the first query's
-        position in the context.
+        first: position of the first query in the context.
         """
         cells = cells.long()
         embedded = self.embed_query(self.encode(cells, shift, self.positions.dtype) if self.codes else cells)
@@ -229,12 +223,14 @@ class InContextNet(nn.Module):
     def forward(self, batch: dict) -> Tensor:
         """Return action logits (B, n_transit, actions) for each position of the context, given all earlier transitions.
 
-        batch: a dict with the following entries. cells (B, blocks + 1, n_transit, 3): cell, action and next cell of
-        each transition; the blocks to compress come first, oldest first, and the context last.
-        rewards (B, blocks + 1, n_transit): reward of each transition. depth (B,): number of blocks to compress in each
-        sample, in descending order. compressed: list of how many samples have at least one block, at least two, and so
-        on. length (B,): number of transitions in the context. shift (B, 2): rows and columns by which each sample's
-        room is moved.
+        The entries of `batch`:
+
+        cells: (B, blocks + 1, n_transit, 3), cell, action and next cell; blocks to compress come before the context.
+        rewards: (B, blocks + 1, n_transit).
+        depth: (B,), number of blocks to compress, in descending order.
+        compressed: list with the number of samples that have a first block, a second block, ...
+        length: (B,), number of transitions in the context.
+        shift: (B, 2), rows and columns by which the room is moved.
         """
         cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
         context = self.embed_transitions(cells[:, -1], rewards[:, -1], shift)
@@ -248,11 +244,10 @@ class InContextNet(nn.Module):
         return self.head(x[:, -self.n_transit :])
 
     def _compress_blocks(self, cells: Tensor, rewards: Tensor, shift: Tensor, compressed: list[int]) -> Tensor:
-        """Compress the blocks of the samples that have any (they come first in the batch); return the latent tokens.
+        """Return the latent tokens of the samples that have blocks to compress; these samples come first in the batch.
 
-        If no sample has a block, the first sample is compressed all the same: DDP needs a gradient of the encoder (even
-        a zero one) from every rank, and flash attention rejects empty batches
-        (github.com/pytorch/pytorch/issues/133780).
+        At least one sample is compressed: DDP needs a gradient of the encoder on every rank, and flash attention
+        rejects empty batches (github.com/pytorch/pytorch/issues/133780).
         """
         first, *later = compressed
         first = max(1, first)
@@ -265,12 +260,11 @@ class InContextNet(nn.Module):
 
 
 def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
-    """Return the attention mask (B, 1, N, N) of the token sequence [latents | context | queries].
+    """Return the attention mask (B, 1, N, N) of [latents | context | queries], True where attention is allowed.
 
-    Element [i, j] is True if token i may attend to token j. Each token attends to the latents and to itself; context
-    tokens and queries also attend to all earlier context tokens. Padding tokens (the latents of samples without
-    compressed blocks, and context tokens from position `length` on) are hidden from all other tokens, but each attends
-    to itself, because softmax needs a True in each row. has_past (B,): whether each sample has compressed blocks.
+    Context tokens and queries attend to the latents and to earlier context tokens. Every token attends to itself,
+    because softmax needs a True in each row. has_past: (B,), False if the latents are padding. length: (B,), number of
+    real context tokens.
     """
     index = torch.arange(n_latent + 2 * n_transit, device=length.device)
     is_latent, is_query = index < n_latent, index >= n_latent + n_transit
@@ -286,9 +280,9 @@ def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> 
 
 
 def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy and the correctness of each prediction, two float32 tensors (B, n_transit).
+    """Return the cross-entropy and the correctness (0 or 1) of each prediction, two float32 tensors (B, n_transit).
 
-    Correctness is 1 where the most likely action is the action to predict, otherwise 0. Both are 0 on padding.
+    Both are 0 on padding.
     """
     target = batch["action"]
     with autocast(target.device, precision):
@@ -304,28 +298,21 @@ def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor
 class Agents:
     """A batch of agents that act with the same model, each based on its own past transitions.
 
-    Attention keys and values of past tokens are cached. The model should be in float64: rounding errors are then too
-    small to change an action, so an agent's actions depend neither on the other agents in the batch nor on the type of
-    GPU.
+    The model should be in float64: rounding errors are then too small to change an action.
     """
 
     def __init__(self, model: InContextNet, count: int, forget: int):
-        """count: number of agents.
-
-        forget: number of transitions that a model without compression drops when the context is full.
-        """
+        """forget: number of transitions that a model without compression drops when the context is full."""
         self.model, self.forget = model, forget
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
         self.rewards = like.new_zeros(count, model.n_transit)
-        # during training, each room is moved by 0 to model.shift rows and columns; agents act in rooms moved by half of
-        # model.shift
+        # training moves rooms by 0 to model.shift; agents act at half the maximum shift
         self.shift = self.cells.new_full((count, 2), model.shift // 2)
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]
         self.latents: Tensor | None = None
-        # number of transitions in the context; number of transitions whose keys and values are not cached yet; number
-        # of tokens in the cache
+        # transitions in the context; transitions that are not in the cache yet; tokens in the cache
         self.length = self.uncached = self.cached = 0
 
     def act(self, cells: Tensor) -> Tensor:
@@ -334,8 +321,7 @@ class Agents:
         transitions = self.model.embed_transitions(self.cells[:, new], self.rewards[:, new], self.shift, new.start)
         query = self.model.embed_queries(cells[:, None], self.shift, self.length)
         x = torch.cat([transitions, query], 1)
-        # decode() also caches the query's keys and values, but self.cached does not count the query, so the next act()
-        # overwrites them
+        # decode() also caches the query, but self.cached does not count it, so the next act() overwrites it
         mask = torch.ones(x.shape[1], self.cached + x.shape[1], device=x.device).tril(self.cached).bool()
         x = self.model.decode(x, mask, self.cache, self.cached)
         self.cached += self.uncached
@@ -365,11 +351,10 @@ class Agents:
 def act_in_context(
     model: InContextNet, env: Env, tasks: list[int], count: int, episodes: int, run: Run, args: Namespace
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All ranks: let `count` agents per task act for `episodes` episodes; the agents are split among the ranks.
+    """All ranks: let `count` agents per task act, split among the ranks; return (returns, path).
 
-    Returns (returns, path). returns (tasks, count, episodes): the sum of rewards in each episode, on every rank. path
-    (episodes, horizon + 1): states of the first agent on the first task, valid only on rank 0. An agent's random
-    numbers depend only on (seed, task, agent), so the number of ranks does not change the returns.
+    returns: (tasks, count, episodes), the sum of rewards, independent of the number of ranks. path: (episodes, horizon
+    + 1), states of the first agent on the first task, valid on rank 0 only.
     """
     rank, world_size = du.world()
     device = model.positions.device
@@ -386,8 +371,7 @@ def act_in_context(
         agents = Agents(actor, len(numbers), min(env.horizon, model.n_transit // 2))
         for episode in range(episodes):
             run.heartbeat(f"episode {episode + 1} of an evaluation at step {run.position.step}")
-            # Gumbel noise times the temperature, so that argmax(logits + noise) samples an action from
-            # softmax(logits / temperature)
+            # Gumbel noise: argmax(logits + noise) samples from softmax(logits / temperature)
             uniform = np.stack([rng.random((env.horizon, env.actions)) for rng in rngs], 1)
             noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
             noise = args.temperature * torch.from_numpy(noise).to(device)
@@ -415,35 +399,26 @@ def act_in_context(
 
 @torch.no_grad()
 def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, precision: str, batch_size: int) -> dict:
-    """All ranks: predict the actions in `segments`, which are split among the ranks.
-
-    Returns {"loss": mean cross-entropy, "accuracy": fraction of correct actions} over all segments, on every rank.
-    """
+    """All ranks: return {"loss": mean cross-entropy, "accuracy": fraction of correct actions} over all segments."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
-    # collate_fn=dict leaves the batches as they are, because the dataset already returns whole batches
+    # the dataset returns whole batches, and collate_fn=dict does not change them
     loader = du.create_distributed_dataloader(segments, batch_size, train=False, collate_fn=dict)
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
-        # round each batch's sum, so that the order of summation does not change the total; the additions are exact only
-        # while the total is below 8192, so the sums are divided by 1024 first
+        # round the sums, so that their order does not change the total; dividing by 1024 keeps the total below 8192
         sums += torch.stack([du.round_for_exact_sum(part.double().sum() / 1024) for part in parts]).cpu()
     loss, right, count = du.reduce_sum(sums).tolist()
     return {"loss": loss / count, "accuracy": right / count}
 
 
 def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace) -> dict:
-    """All ranks: evaluate the model during training, on each split of the tasks.
-
-    splits: {name: segments of the split's tasks}. Returns {"split/metric": value} on every rank; the metrics are the
-    loss, the accuracy and those of return_metrics().
-    """
+    """All ranks: evaluate the model during training; return {"split/metric": value}."""
     env = splits["val"].histories.env
     tasks = [task for segments in splits.values() for task in segments.tasks.tolist()]
     returns, _ = act_in_context(model, env, tasks, VAL_AGENTS, args.val_episodes, run, args)
     metrics = {}
-    # np.split() cuts the returns into equal parts, because all splits have the same number of tasks
     for (split, segments), part in zip(splits.items(), np.split(returns, len(splits)), strict=True):
         measured = action_accuracy(model, segments, run, precision, args.test_batch_size)
         measured |= report.return_metrics(part, env, segments.tasks.tolist())
@@ -454,11 +429,7 @@ def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, p
 def test(
     model: InContextNet, unseen: SegmentDataset, baseline_run: dict, run: Run, precision: str, args: Namespace
 ) -> dict:
-    """All ranks: test the model on the unseen tasks; rank 0 prints the table and saves the figure.
-
-    baseline_run: the result of report.read_baseline_run(), or {} if there is none. Returns {metric: value} on every
-    rank.
-    """
+    """All ranks: test the model on the unseen tasks; return {metric: value}. Rank 0 also prints a table."""
     env, tasks = unseen.histories.env, unseen.tasks.tolist()
     returns, path = act_in_context(model, env, tasks, args.eval_seeds, args.eval_episodes, run, args)
     measured = action_accuracy(model, unseen, run, precision, args.test_batch_size)
@@ -477,7 +448,6 @@ def test(
 
 
 def build_model(args: Namespace, precision: str, device: torch.device, env: Env | None = None) -> InContextNet:
-    """Build the model with the same random weights on every rank."""
     torch.manual_seed(args.seed)
     return InContextNet(env or make_env(args.env or "darkroom"), args).to(device)
 
@@ -506,7 +476,7 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
     check_accelerate(args.gradient_accumulation_steps)
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
-    # print the same lines as the training guide (guide 4 in README.md), so that its sample output stays correct
+    # these lines match the sample output of the training guide (guide 4 in README.md)
     kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
     du.print_main(
         f"Distributed training: {kind}\nNumber of processes: {ranks.world_size}\nMixed precision: {precision}"
@@ -529,8 +499,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         if args.n_latent and not segments.max_depth:
             reason = f"with histories of {histories.steps} steps nothing would be compressed in training"
             raise InputError(f"--n_transit {args.n_transit}: {reason}; halve it, or take --model ad")
-    # the loss on the split "val" (training tasks) selects best.pt; the split "unseen" (test tasks) is evaluated during
-    # training for information only
+    # "val" (training tasks) selects best.pt; "unseen" (test tasks) is evaluated for information only
     splits = {"val": train_tasks[: len(unseen_tasks)], "unseen": unseen_tasks}
     splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
     model = build_model(args, precision, ranks.device, histories.env)
@@ -576,7 +545,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         while not training.is_over():
             model.train()
             for step in training.steps(loader, count):
-                # each action's weight in the step's loss (the mean over the actions on all ranks)
+                # the step's loss is the mean over the actions on all ranks
                 weight = 1 / step.totals[0]
                 for micro_batch in step.micro_batches():
                     losses, right = action_losses(engine.wrapped, micro_batch, precision)

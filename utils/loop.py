@@ -1,7 +1,6 @@
 """Steps, evaluations and checkpoints: the parts of a training loop that all scripts share.
 
-Each script writes its own loop and loss. `Run` manages the run folder; `Training` runs the steps. Three rules make
-resuming exact:
+`Run` manages the run folder; `Training` runs the steps. Three rules keep resuming simple:
 
 - The checkpoint of a step is written after everything else in the step, including its evaluation.
 - Each micro-batch contains the same samples on any number of ranks.
@@ -41,8 +40,8 @@ from utils.sampler import TrainBatchSampler
 class Position:
     """Progress of a run, saved in every checkpoint.
 
-    step, epoch: number completed. samples: samples trained on in the current epoch, over all ranks. best: the headline
-    metric of best.pt. best_metrics: all metrics of best.pt.
+    step, epoch: completed steps and epochs. samples: samples of the current epoch used so far, over all ranks. best,
+    best_metrics: headline metric and all metrics of best.pt.
     """
 
     step: int = 0
@@ -53,10 +52,10 @@ class Position:
 
 
 class BatchPlan(NamedTuple):
-    """How the samples of an optimizer step are divided into micro-batches and among ranks.
+    """How an optimizer step's samples are divided into micro-batches and among ranks.
 
-    lr_factor: argument `times` of scale_learning_rate(). gpu_shares: number of micro-batches per rank, relative to the
-    other ranks.
+    lr_factor: the argument `times` of scale_learning_rate(). gpu_shares: micro-batches per rank, relative to the other
+    ranks.
     """
 
     global_batch_size: int
@@ -76,7 +75,7 @@ class BatchPlan(NamedTuple):
 class Plan:
     """Settings of a training run.
 
-    steps: optimizer steps of the full run, regardless of --max_steps. losses: names of the losses passed to
+    steps: optimizer steps of the full run, ignoring --max_steps. losses: names for the losses passed to
     step.backward(). invariants: settings that must not change on resume.
     """
 
@@ -98,10 +97,9 @@ class Run:
     ):
         """All ranks: lock the run folder and load the checkpoint. Existing files are not changed.
 
-        format: name and version of the script's checkpoint format. advice: hint for out-of-memory errors. model_flags:
-        flags whose values come from the checkpoint if one is loaded. With --eval_only or --predict, the folder is not
-        locked and the checkpoint is best.pt unless --resume_from is given. Raises InputError if the folder or the
-        checkpoint cannot be used.
+        advice: hint for out-of-memory errors. model_flags: flags whose values come from the checkpoint, if there is
+        one. With --eval_only or --predict, the folder is not locked, and the default checkpoint is best.pt. Raises
+        InputError if the folder or the checkpoint cannot be used.
         """
         self.folder = Path(args.output_dir)
         self.format, self.ranks, self.advice, self.model_flags = format, ranks, advice, model_flags
@@ -137,11 +135,11 @@ class Run:
     def plan_batches(
         self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective_batch_size: int | None
     ) -> BatchPlan:
-        """All ranks: choose batch and micro-batch sizes from the flags or, on resume, from the checkpoint.
+        """All ranks: choose the batch and micro-batch sizes from the flags or, on resume, from the checkpoint.
 
-        try_once(size): forward and backward pass, without collectives, on the `size` samples that need most memory.
+        try_once(size): forward and backward pass, without collectives, on the `size` samples that need the most memory.
         With --auto_batch, all ranks halve the micro-batch size until this pass succeeds on every rank. Raises RunError
-        if a single sample does not fit, and InputError if the flags do not match the checkpoint or the number of ranks.
+        if a single sample does not fit.
         """
         args, ranks = self.args, self.ranks
         micro_batch_size, global_batch_size = batch_size, effective_batch_size
@@ -178,7 +176,7 @@ class Run:
     def heartbeat(self, place: str) -> None:
         """Record what this rank is doing (`place`) and, during training, reset the rank's watchdog.
 
-        The watchdog of a hanging rank writes stack traces shortly before the other ranks time out.
+        The watchdog writes the stack traces of a hanging rank shortly before the other ranks time out.
         """
         self.ranks.record_position(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
@@ -197,8 +195,8 @@ class Run:
     def batches(self, loader: DataLoader, equal_passes: bool = False) -> Iterator:
         """All ranks: yield an evaluation's batches, on the device.
 
-        equal_passes: pad to the same number of batches on every rank; padding batches have index -1. Raises InputError
-        on all ranks if a sample is unusable.
+        equal_passes: pad to the same number of batches on every rank; padding has index -1. Raises InputError on all
+        ranks if a sample is unusable.
         """
         error = ""
         most = max(du.gather_objects(len(loader))) if equal_passes else 0
@@ -237,8 +235,6 @@ class Run:
 
 
 class Training:
-    """Runs optimizer steps from the run's position to its last step, with logging and checkpoints."""
-
     def __init__(
         self,
         run: Run,
@@ -250,9 +246,8 @@ class Training:
     ):
         """All ranks: open the run folder for writing. Call this only after all inputs have been checked.
 
-        args: run.args, perhaps with values added by the script. extra: returns the script's own checkpoint entries.
-        best_names: file names for the best checkpoint; the name for the current stage comes first. Raises InputError if
-        the checkpoint has other invariants than the plan.
+        extra: returns the script's own checkpoint entries. best_names: file names for the best checkpoint; the name for
+        the current stage comes first. Raises InputError if the plan's invariants differ from the checkpoint's.
         """
         self.run, self.args, self.engine, self.batch, self.extra = run, args, engine, plan.batch, extra
         self.ranks, self.position, self.best_names = run.ranks, run.position, best_names
@@ -271,7 +266,6 @@ class Training:
         self.stopped = 0
         self.epoch_over = self.evaluation_due = False
         self.saved_position, self.saved_at = None, time.monotonic()
-        # the epoch's remaining batches; an evaluation does not restart the iterator
         self.stream: Iterator | None = None
         self.samples_read = 0
         self.profiler: torch.profiler.profile | None = None
@@ -324,8 +318,8 @@ class Training:
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
         """All ranks: yield optimizer steps until an evaluation is due or the epoch or the run ends.
 
-        count: returns a fixed number of counts for the list of this rank's batches in a step, which may be empty.
-        step.totals are the sums of these counts over all ranks.
+        count(batches): returns a list of counts for this rank's batches of a step, or for [] if it has none.
+        step.totals: sums of the counts over all ranks.
 
         After a stop signal on any rank, all ranks stop within two steps, and `stopped` is the exit code. Raises
         InputError on all ranks if a sample is unusable.
@@ -399,8 +393,8 @@ class Training:
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
         """All ranks: log an evaluation and save a checkpoint if one is due. Call this each time steps() ends.
 
-        metrics: results of the evaluation, or {} if there was none. headline: metric that selects best.pt. lower:
-        whether a lower value is better.
+        metrics: {} if there was no evaluation. headline: metric that selects best.pt. lower: whether a lower value is
+        better.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -411,7 +405,7 @@ class Training:
         where = position.step, position.epoch + 1
         complete = position.step == self.planned_steps
         paused = self.is_over() and not complete
-        # an evaluation that only --max_steps caused must not change best.pt: the full run would not make it
+        # an evaluation that only --max_steps caused must not change best.pt
         planned = self.epoch_over or self.evaluation_due or complete
 
         if complete:
@@ -425,14 +419,14 @@ class Training:
         if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
             self.save(best)
         if paused:
-            # save first, then log: on resume, lines logged after the checkpoint are dropped, so the log matches the log
-            # of an uninterrupted run
+            # save first, then log: on resume, these lines are dropped, so the log matches the log of an uninterrupted
+            # run
             self.log.write_interval(*where, self.last_step)
             if metrics and not planned:
                 self.log.write(*where, metrics)
 
     def _note_best(self, metrics: dict[str, float], headline: str, lower: bool) -> bool:
-        """Update the position's best score; return whether these metrics are the best. On a tie, the later step wins."""
+        """Update the best score; return whether these metrics are the best. On a tie, the later step wins."""
         position, value = self.position, metrics[headline]
         better = position.best is None or (value <= position.best if lower else value >= position.best)
         if not better or not math.isfinite(value):
@@ -469,7 +463,6 @@ class Training:
             self.saved_position, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
-        """All ranks: save a checkpoint after a stop signal; return the exit code."""
         self.save()
         # close the log first: when wait() returns, other ranks may exit, and srun then kills rank 0
         self.log.close()
@@ -500,10 +493,7 @@ class Training:
         return best["step"]
 
     def finish(self, tested: dict[str, float] | None = None) -> None:
-        """All ranks: save the model's current weights as model.safetensors; write summary.json and the training curves.
-
-        tested: metrics of the final test.
-        """
+        """All ranks: save the model's current weights as model.safetensors; write summary.json and draw the curves."""
         run, position, tested = self.run, self.position, tested or {}
         run.writer.wait()
         summary = self.log.last | {"steps": position.step, "epochs": position.epoch}
@@ -559,7 +549,7 @@ class Step:
     """This rank's part of one optimizer step.
 
     samples: number of samples on all ranks. numbers: indices of this rank's micro-batches within the step. batches:
-    their data, or one batch if this rank has no micro-batch. totals: see Training.steps(). passes: number of forward
+    data of these micro-batches, or one batch if there are none. totals: see Training.steps(). passes: number of forward
     passes. DDP needs the same number on every rank, so the last batch is repeated with loss weight 0.
     """
 
@@ -585,9 +575,8 @@ class Step:
     def backward(self, *losses: Tensor, through: tuple[Tensor, Tensor] | None = None) -> None:
         """Run the backward pass of losses[0], this micro-batch's term of the step's loss; log all losses.
 
-        through: (output, gradient), for a loss that is not a sum over micro-batches: the model's output for this
-        micro-batch and the gradient of the step's loss with respect to this output. If a loss is not finite, all ranks
-        skip the step.
+        through: for a loss that is not a sum over micro-batches, the pair (model's output for this micro-batch,
+        gradient of the step's loss with respect to this output). If a loss is not finite, all ranks skip the step.
         """
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
         if through:
@@ -597,10 +586,7 @@ class Step:
             self.losses += [loss.detach() for loss in losses]
 
     def update(self, lr: float) -> None:
-        """Clip the gradients, update the weights with learning rate `lr`, and log the step.
-
-        If a gradient is not finite, the weights stay unchanged.
-        """
+        """Clip the gradients, update the weights unless a gradient is not finite, and log the step."""
         training, log, position = self.training, self.training.log, self.training.position
         grad_norm = training.engine.update(lr)
         position.step += 1
@@ -616,10 +602,7 @@ def error_in(batch: dict) -> str:
 
 
 def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
-    """Seed torch's random generators, which dropout uses, from (seed, step, micro-batch).
-
-    step: number of completed steps. micro_batch: index within the step, over all ranks.
-    """
+    """Seed torch's random generators, which dropout uses, from (seed, step, index of the micro-batch in the step)."""
     sequence = np.random.SeedSequence([seed % 2**63, step, micro_batch])
     seed = int(sequence.generate_state(1, np.uint64)[0])
     # faster than torch.manual_seed(), which seeds every type of device
@@ -634,8 +617,7 @@ def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -
 def gpu_shares_from(seconds: list[float]) -> list[int]:
     """Return each rank's share of the micro-batches: proportional to its speed, 10 for the fastest rank.
 
-    seconds: each rank's time for the same pass. Ranks within 25 % of each other count as equally fast, because the
-    times of identical ranks differed by up to 21 %.
+    Ranks within 25 % of each other count as equally fast, because the times of identical ranks differed by up to 21 %.
     """
     fastest_of, fastest = {}, 0.0
     for own in sorted(seconds):
@@ -656,8 +638,7 @@ def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> 
     held = []
     with torch.random.fork_rng(devices=[trained[0].device] if on_gpu else []):
         try:
-            # reserve memory for the optimizer's two moments and DDP's buckets; the second call also has gradients in
-            # memory
+            # reserve memory for the optimizer's two moments and DDP's buckets
             held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
             try_once(size)
             begun, passes = time.perf_counter(), 0

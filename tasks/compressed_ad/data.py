@@ -1,14 +1,12 @@
-"""Reinforcement-learning environments, the learning histories of agents in them, and segments of histories to train on.
+"""Reinforcement-learning environments, learning histories of agents in them, and segments of histories to train on.
 
 Histories are stored as HDF5, in the layout of the published CompressedAD repository (guide 4):
 
     history.hdf5 /0 ... /80   states, next_states (T, streams, D) int   actions (T, streams) int
                               rewards (T, streams) number               dones (T, streams) bool: ends of episodes
 
-Group /k contains the histories of task k, one for each of several parallel agents ("streams"). A history covers T steps
-from the beginning of learning. D is the number of coordinates. The file attribute `env` names the environment in the
-syntax of the flag --env. The published files lack this attribute; their environment is that of --env, by default
-darkroom.
+Group /k contains task k: T steps of each of several parallel agents ("streams"). D is the number of coordinates. The
+file attribute `env` has the syntax of the flag --env; the published files lack it.
 """
 
 import hashlib
@@ -30,13 +28,12 @@ EVAL_STREAMS = 20
 
 
 class Env(NamedTuple):
-    """A reinforcement-learning environment with several tasks, given by transition tables.
+    """Reinforcement-learning environment with several tasks, given by transition tables.
 
-    An agent in state s observes only its cell, s % cells; states with the same cell differ in a hidden phase, such as
-    whether the agent has a key. coordinates (cells, D): each cell's coordinates, as in history files. next, reward
-    (tasks, states, actions, outcomes): next state and reward for each possible outcome of an action. cumulative:
-    cumulative probabilities of the outcomes, or None if each action has a single outcome. An episode starts in state
-    `start` and has `horizon` steps; an agent that reaches a terminal state earlier stays there without reward.
+    coordinates: (cells, D). next, reward: (tasks, states, actions, outcomes), the next state and the reward for each
+    possible outcome. cumulative: cumulative probabilities of the outcomes, of the same shape, or None if each action
+    has one outcome. An agent observes only its cell, which is state % cells. An episode has `horizon` steps; an agent
+    that reaches a terminal state stays there without reward.
     """
 
     name: str
@@ -74,10 +71,6 @@ class Env(NamedTuple):
         return self.next[task, state, action, outcome], self.reward[task, state, action, outcome]
 
     def _expected(self, values: np.ndarray) -> np.ndarray:
-        """Return the expected reward plus next-state value of each action, (tasks, states, actions).
-
-        values (tasks, states): the value of each state.
-        """
         outcomes = self.reward + values[np.arange(len(values))[:, None, None, None], self.next]
         if self.cumulative is None:
             return outcomes[..., 0]
@@ -86,7 +79,7 @@ class Env(NamedTuple):
     def value(self, choose) -> np.ndarray:
         """Return the exact expected return of an episode in each task, (tasks,).
 
-        choose: np.max for an agent that takes optimal actions, np.mean for one that takes random actions.
+        choose: np.max for optimal actions, np.mean for random actions.
         """
         values = np.zeros(self.next.shape[:2])
         for _ in range(self.horizon):
@@ -103,10 +96,9 @@ class Env(NamedTuple):
 
 
 def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the coordinates of a square room's cells, (cells, 2), and the cells that actions lead to, (cells, 5).
+    """Return a room's cell coordinates (cells, 2) and the next cell for each action (cells, 5).
 
-    size: cells along each side. In a cell (i, j), the five actions are i + 1, i - 1, j + 1, j - 1 and stay; walls block
-    moves.
+    The room has size x size cells. The actions are i + 1, i - 1, j + 1, j - 1 and stay; walls block moves.
     """
     coordinates = np.stack(np.divmod(np.arange(size * size), size), -1)
     moved = np.clip(coordinates[:, None] + [(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)], 0, size - 1)
@@ -114,10 +106,9 @@ def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def darkroom(size: int) -> Env:
-    """Build Darkroom: a square room with a hidden goal, which is cell k in task k.
+    """Build Darkroom: a room of size x size cells with a hidden goal, which is cell k in task k.
 
-    Each step that ends on the goal yields a reward of 1. size: cells along each side (9 in the published CompressedAD
-    repository, guide 4).
+    Each step that ends on the goal gives a reward of 1.
     """
     coordinates, next_cell = grid_moves(size)
     cells = size * size
@@ -127,11 +118,10 @@ def darkroom(size: int) -> Env:
 
 
 def key_to_door(size: int) -> Env:
-    """Build Key-to-Door: a square room in which an agent must find a hidden key and then a hidden door.
+    """Build Key-to-Door: a room of size x size cells in which an agent must find a hidden key, then a hidden door.
 
-    The key and the door each yield a reward of 1, once. There are at most 200 tasks, which differ in where the key and
-    the door are. size: cells along each side. In a room of n cells, an agent on cell c is in state c without the key,
-    c + n with the key, and c + 2 n after it has reached the door.
+    The key and the door each give a reward of 1, once. In a room of n cells, an agent on cell c is in state c without
+    the key, c + n with the key, and c + 2 n after it has reached the door.
     """
     coordinates, next_cell = grid_moves(size)
     cells = size * size
@@ -147,10 +137,9 @@ def key_to_door(size: int) -> Env:
 
 
 def gymnasium_env(name: str) -> Env:
-    """Build tasks from a Gymnasium environment with a transition table P, such as FrozenLake, CliffWalking or Taxi.
+    """Build tasks from a Gymnasium environment with a transition table P, such as FrozenLake or Taxi.
 
-    Each task permutes the action numbers differently, so that an agent must learn what each action does. name: the
-    environment's name in Gymnasium. Raises InputError if the environment cannot be used.
+    Each task permutes the actions differently. Raises InputError if the environment cannot be used.
     """
     try:
         import gymnasium
@@ -185,7 +174,6 @@ def gymnasium_env(name: str) -> Env:
 
 
 def make_env(spec: str) -> Env:
-    """Build the environment named by `spec`, in the syntax of the flag --env. Raises InputError for unknown names."""
     kind, _, rest = spec.partition(":")
     if kind == "gym":
         return gymnasium_env(rest)
@@ -196,10 +184,9 @@ def make_env(spec: str) -> Env:
 
 
 def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split the task numbers 0 to tasks - 1 into training tasks and unseen tasks (for the test).
+    """Split the task numbers 0 to tasks - 1 into training tasks and unseen tasks for the test.
 
-    There are 8 unseen tasks, or 2 to 7 if there are fewer than 64 tasks. For Darkroom, seed 0 reproduces the split of
-    the published CompressedAD repository (guide 4).
+    For Darkroom, seed 0 gives the split of the published CompressedAD repository (guide 4).
     """
     order = list(range(tasks))
     random.Random(seed).shuffle(order)
@@ -213,8 +200,8 @@ def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
 def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: None) -> list[np.ndarray]:
     """Let agents act for `steps` steps; return [states, actions, next states, rewards], each (steps, agents).
 
-    task (agents,): each agent's task number. choose(t, states) must return the agents' actions (agents,) at step t;
-    learn(t, states, actions, next states, rewards) is called after each step.
+    task: each agent's task number. choose(t, states) returns the actions; learn(t, states, actions, next states,
+    rewards) is called after each step.
     """
     parts = [np.empty((steps, len(task)), kind) for kind in (np.int32, np.int8, np.int32, np.float32)]
     state = np.full(len(task), env.start)
@@ -234,11 +221,11 @@ def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
 
 
 class Search:
-    """Agents that know where each action leads, but learn the goal only from the transitions they observe.
+    """Agents that know the map of a room but not the goal.
 
-    An agent moves toward the nearest cell that it has not visited (ties: lowest action number) and, after its first
-    reward, takes the shortest path to the goal. In Key-to-Door, the agent searches the room once without the key and
-    once with the key. Raises InputError if the environment is not a room.
+    An agent moves toward the nearest unvisited cell until its first reward, then takes the shortest path to the goal.
+    In Key-to-Door, it searches the room once without the key and once with it. Raises InputError if the environment is
+    not a room.
     """
 
     def __init__(self, env: Env, task: np.ndarray, rng=None):
@@ -274,11 +261,10 @@ class Search:
 
 
 class Histories:
-    """Loads the learning histories of all tasks into memory.
+    """Learning histories of all tasks, loaded into memory.
 
-    words (tasks, streams, steps, 4) int16: the cell, action, next cell and action to predict at each step of each
-    history; a task has one history per stream. rewards (tasks, streams, steps): float32. curves: for each task, the
-    recorded agents' mean return in each episode (episodes,).
+    words: (tasks, streams, steps, 4) int16, the cell, action, next cell and action to predict at each step. rewards:
+    (tasks, streams, steps) float32. curves: for each task, the mean return in each episode.
     """
 
     def __init__(self, path: str, env: str | None, objective: str, seed: int):
@@ -298,16 +284,11 @@ class Histories:
             words = np.stack([states % self.env.cells, actions, next_states % self.env.cells, targets], -1)
             self.words[task], self.rewards[task] = words.swapaxes(0, 1), rewards.T
             self.curves.append(learning_curve(rewards, self.env))
-            # free the arrays of this task
             group.clear()
         self.digest = hashlib.sha256(self.words.tobytes() + self.rewards.tobytes()).hexdigest()[:12]
 
 
 def find_file(path: str) -> Path:
-    """Find the HDF5 file of histories, given the value of --data: the file or its folder.
-
-    Raises InputError with advice if there is no such file or more than one.
-    """
     file = Path(path)
     if file.is_dir():
         found = sorted(each for folder in (file, file / "datasets") for each in folder.glob("*.h*5"))
@@ -326,17 +307,16 @@ def find_file(path: str) -> Path:
 
 
 def read_file(path: Path, wanted: str | None) -> tuple[Env, list[dict]]:
-    """Read a file of histories; return its environment and, for each task, a dict of the arrays in the task's group.
+    """Read a file of histories; return its environment and, for each task, a dict of arrays.
 
-    wanted: value of the flag --env, or None. Raises InputError if the file is unusable or belongs to another
-    environment.
+    Raises InputError if the file is unusable or does not belong to the environment `wanted`.
     """
     import h5py
 
     try:
         with h5py.File(path) as file:
             spec = file.attrs.get("env", wanted or "darkroom")
-            # a fixed-length string in a file of another program
+            # h5py returns fixed-length strings as bytes
             spec = spec.decode() if isinstance(spec, bytes) else str(spec)
             groups = [{name: read_array(file, f"{task}/{name}") for name in FIELDS} for task in range(len(file))]
     except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError) as error:
@@ -359,10 +339,6 @@ def read_file(path: Path, wanted: str | None) -> tuple[Env, list[dict]]:
 
 
 def read_array(file, name: str) -> np.ndarray:
-    """Read a numeric dataset from an open HDF5 file.
-
-    Raises ValueError if the dataset is not numeric or its values are stored in another file.
-    """
     data = file[name]
     is_elsewhere = data.file.filename != file.filename or data.is_virtual or data.external
     if is_elsewhere or data.dtype.kind not in "biuf":
@@ -371,19 +347,17 @@ def read_array(file, name: str) -> np.ndarray:
 
 
 def replay(path: Path, task: int, group: dict, env: Env) -> int:
-    """Check one task's histories by replaying their actions; return how many next states had to be repaired.
+    """Check one task's histories by replaying their actions; return the number of repaired next states.
 
-    group: the arrays of the task's HDF5 group; in states and next_states, the coordinates (T, streams, D) are replaced
-    by state numbers (T, streams). In some files, the next state recorded for an episode's last step is the start of the
-    following episode; such next states are repaired. Raises InputError with the group, step and stream of the first
-    error.
+    group: the task's arrays; their coordinates are replaced by state numbers (T, streams). Some files record the start
+    of the next episode as the last next state of an episode; this is repaired. Raises InputError at the first error.
     """
     limits = env.coordinates.max(0) + 1
     is_last = (np.arange(len(group["actions"])) % env.horizon == env.horizon - 1)[:, None]
     wrong = {"dones must be True at each episode's end alone": group["dones"].astype(bool) != is_last}
     for name, limit in (("states", limits), ("next_states", limits), ("actions", env.actions)):
         array = group[name]
-        # NaN fails this check too, because comparisons with NaN are False
+        # comparisons with NaN are False, so NaN fails this check
         good = (array == np.floor(array)) & (array >= 0) & (array < limit)
         wrong[f"{name} must be whole numbers from 0 and below {limit}"] = ~(good.all(-1) if good.ndim > 2 else good)
     fail_at_first(path, task, wrong)
@@ -412,10 +386,6 @@ def replay(path: Path, task: int, group: dict, env: Env) -> int:
 
 
 def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
-    """If a history of the task has an error, raise InputError with the reason, step and stream of the first one.
-
-    wrong: {reason: boolean array (T, streams), True where a history is wrong for this reason}.
-    """
     for reason, mask in wrong.items():
         if mask.any():
             step, stream = np.argwhere(mask)[0]
@@ -423,10 +393,10 @@ def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
 
 
 def find_targets(objective: str, env: Env, task: int, states, actions, next_states, rewards, rng) -> np.ndarray:
-    """Return the actions (T, streams) that the network is trained to predict in one task's histories.
+    """Return the actions (T, streams) that the network learns to predict in one task's histories.
 
-    objective: "ad", the actions in the histories; "dpt", optimal actions, with ties broken at random (Lee et al. 2023);
-    "search", the actions that a Search agent would choose after observing the history up to that step.
+    objective: "ad", the recorded actions; "dpt", optimal actions, with ties broken at random (Lee et al. 2023);
+    "search", the actions that a Search agent would choose after the same past.
     """
     if objective == "ad":
         return actions
@@ -445,11 +415,7 @@ def find_targets(objective: str, env: Env, task: int, states, actions, next_stat
 
 
 def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
-    """Return a random number in [0, 1) for each sample: the splitmix64 hash of (seed, epoch, sample index, draw).
-
-    samples: indices of samples in the dataset. draw: number of the draw; each draw gives a sample a different random
-    number.
-    """
+    """Return a random number in [0, 1) for each sample: the splitmix64 hash of (seed, epoch, sample index, draw)."""
     key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -461,13 +427,9 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
 class SegmentDataset(Dataset):
     """Dataset of segments, contiguous parts of learning histories.
 
-    A segment consists of up to `max_depth` blocks of n_transit transitions, which the network compresses, and a context
-    of 1 to n_transit transitions, whose actions it predicts. The number of blocks is the segment's depth. During
-    training, each segment is drawn at random, depending only on (seed, epoch, sample index); the contexts of one epoch
-    contain at most as many transitions in total as all histories of the dataset's tasks. In evaluations, each of a
-    task's first EVAL_STREAMS histories yields one segment of every depth. from_start: fraction of segments that begin
-    at the start of their history, like an acting agent's past. shift: maximum number of rows and columns by which a
-    segment's room is moved, so that the network cannot memorize goals.
+    A segment has `depth` blocks of n_transit transitions, which the network compresses, then a context of 1 to
+    n_transit transitions, whose actions it predicts. Training segments are random, but depend only on (seed, epoch,
+    sample index). Evaluations use one segment of every depth from each of a task's first EVAL_STREAMS histories.
     """
 
     def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
@@ -483,11 +445,10 @@ class SegmentDataset(Dataset):
         return len(self.tasks) * self.streams * self.segments_per_history
 
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """Choose a segment for each sample index; return the arrays (history, depth, end, shift), one entry per index.
+        """Choose a segment for each sample index; return (history, depth, end, shift), each with one entry per index.
 
-        history: index of the history, numbered consecutively across the dataset's tasks. depth: number of blocks to
-        compress. end: the step that follows the context's last transition. shift (n, 2): rows and columns to move the
-        room by.
+        history: number of the history within the dataset. end: the step after the context. shift: (n, 2), rows and
+        columns by which the room is moved.
         """
         if self.train:
             history = samples // self.segments_per_history
@@ -508,16 +469,15 @@ class SegmentDataset(Dataset):
     def __getitems__(self, samples: list[int]) -> dict:
         """Return a batch of the samples with these indices, sorted by descending depth.
 
-        The batch has the entries that InContextNet.forward() describes and two more: `action` (B, n_transit), the
-        actions to predict (-100 on padding); and `index` (B,), the sample indices.
+        The entries are described in InContextNet.forward(). In addition, `action` (B, n_transit) contains the actions
+        to predict, with -100 on padding, and `index` (B,) the sample indices.
         """
         index = np.asarray(samples)
         history, depth, end, shift = self.draw(index, getattr(samples[0], "epoch", 0))
         order = np.argsort(-depth, kind="stable")
         index, history, depth, end, shift = (part[order] for part in (index, history, depth, end, shift))
         length = np.minimum(self.n_transit, end - depth * self.n_transit)
-        # block numbers in each segment (B, max_depth + 1): the blocks to compress are numbered 0, 1, ...; the context
-        # (last column) has the number `depth`, because it follows block depth - 1
+        # block numbers (B, max_depth + 1): 0, 1, ... for the blocks to compress, then `depth` for the context
         block = np.tile(np.arange(self.max_depth + 1), (len(end), 1))
         is_used = block < depth[:, None]
         compressed = is_used.sum(0)[:-1].tolist()

@@ -13,7 +13,7 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, first_line
 from utils.stats import interval_of_mean, shown
 
-# episodes whose returns the table shows
+# episodes in the table
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
 BASELINE_AGENTS = 5
 
@@ -23,20 +23,15 @@ def last_tenth(values: np.ndarray) -> np.ndarray:
 
 
 def interval_by_task(values: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the mean of `values` (tasks, agents).
-
-    The interval treats tasks as independent and the agents of one task as dependent.
-    """
+    """Return the 95 % confidence interval of the mean of `values` (tasks, agents), with tasks as clusters."""
     return interval_of_mean(values.ravel(), np.repeat(np.arange(len(values)), values.shape[1]), bounded=False)
 
 
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
-    """Return {metric: value}: the agents' mean returns in the first episode and in the last tenth of the episodes.
+    """Return {metric: value}: mean returns in the first episode and in the last tenth of the episodes.
 
-    For comparison, the metrics include the mean returns of random and optimal agents.
-
-    returns (tasks, agents, episodes): the sum of rewards in each episode. tasks: the task numbers along the first axis
-    of `returns`. The metric normalized_last is 0 for random and 1 for optimal actions.
+    returns: (tasks, agents, episodes). tasks: their task numbers. normalized_last is 0 for random and 1 for optimal
+    actions.
     """
     last = last_tenth(returns)
     low, high = interval_by_task(last)
@@ -53,21 +48,20 @@ def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str,
 
 
 class TabularQ:
-    """Agents that learn their task from scratch by Q-learning; high initial Q-values make them try every action.
+    """Agents that learn their task by Q-learning; high initial Q-values make them try every action.
 
-    In Key-to-Door, these agents observe whether they have the key; the trained network must infer it from the rewards.
+    In Key-to-Door, these agents observe whether they have the key; the network that is being tested does not.
     """
 
     optimism = 0.2
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         self.env, self.rng, self.agent = env, rng, np.arange(len(task))
-        # initial Q-value: `optimism` times the discounted return of an agent that gets the highest reward at every step
+        # `optimism` times the discounted return if every step gave the highest reward
         self.initial_value = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
         self.q = np.full((len(task), *env.next.shape[1:3]), self.initial_value)
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
-        """Return the action with the highest Q-value for each agent, breaking ties at random."""
         q = self.q[self.agent, state]
         return ((q >= q.max(1, keepdims=True) - 1e-9) * (1 + self.rng.random(q.shape))).argmax(1)
 
@@ -80,8 +74,7 @@ class TabularQ:
 class RMax(TabularQ):
     """R-max agents (Brafman & Tennenholtz 2002) for deterministic environments.
 
-    An agent knows the outcome of an action in a state once it has tried the action there. Untried actions have the
-    highest possible Q-value. After each new transition, the agent recomputes its Q-values by value iteration.
+    Untried actions have the highest possible Q-value. Value iteration updates the Q-values after each new transition.
     """
 
     optimism = 1.0
@@ -106,14 +99,14 @@ class RMax(TabularQ):
 class Posterior:
     """Agents that know all tasks of the environment, but not which one they are in.
 
-    They act optimally for the task that is most likely given the transitions they have observed.
+    They act optimally for the most likely task, given the transitions that they have observed.
     """
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         certain = env.cumulative is None
         probability = np.ones(env.next.shape) if certain else np.diff(env.cumulative, axis=-1, prepend=0)
         self.tables, self.best = (env.next, env.reward, probability), env.best_actions().argmax(-1)
-        # log-likelihood (agents, tasks) of each task given each agent's transitions, with noise to break ties
+        # log-likelihood of each task for each agent, (agents, tasks), with noise to break ties
         self.score = 1e-3 * rng.random((len(task), env.tasks))
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
@@ -141,15 +134,13 @@ def run_baselines(histories: Histories, tasks: list[int], episodes: int, seed: i
 
 
 def name_tasks(env: Env, tasks: list[int]) -> str:
-    """Return the text that records in summary.json which environment and tasks a run was tested on."""
     return f"{env.name}: {' '.join(map(str, tasks))}"
 
 
 def read_baseline_run(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]:
-    """Read the test results of another run, for the flag --rival_run.
+    """Read the test results of the run in --rival_run; return {agent's name in the table: mean return per episode}.
 
-    Returns {name of the agent in the table: mean return per episode (episodes,)}. Raises InputError if the folder is
-    not that of a finished run, or the run was tested on other tasks.
+    Raises InputError if the run is not finished or was tested on other tasks.
     """
     path = Path(folder)
     try:
@@ -176,11 +167,10 @@ def report_test(
     baseline_run: dict,
     args: Namespace,
 ) -> tuple:
-    """Rank 0: run the baseline agents, print the table, write the return curves to `csv`; return (results, figure).
+    """Rank 0: run the baseline agents, print the table and write the return curves to `csv`.
 
-    metrics: the test's {metric: value}. returns (tasks, agents, episodes): the sum of rewards in each episode. path
-    (episodes, horizon + 1): states of the first agent on the first task. baseline_run: result of read_baseline_run(),
-    or {}. results: {key: value} for summary.json. Raises RunError if `csv` cannot be written.
+    returns: (tasks, agents, episodes). path: (episodes, horizon + 1), states of the first agent on the first task.
+    Returns ({key: value} for summary.json, figure). Raises RunError if `csv` cannot be written.
     """
     histories, tasks = unseen.histories, unseen.tasks.tolist()
     env, own = histories.env, f"{args.model}/{args.objective}"
@@ -214,11 +204,10 @@ def report_test(
 
 
 def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
-    """Plot return against episode for each agent in `curves`; return the figure.
+    """Return a figure of return against episode for each agent in `curves`.
 
-    bands (episodes, 2): confidence interval of the first curve. If the environment is a room, further plots show one
-    agent's path in some episodes of the first task; a circle marks the start, stars mark the rewarded cells. path
-    (episodes, horizon + 1): this agent's states.
+    bands: (episodes, 2), confidence interval of the first curve. path: (episodes, horizon + 1), states of one agent,
+    drawn if the environment is a room.
     """
     from matplotlib.figure import Figure
 

@@ -1,14 +1,11 @@
 """Write learning histories (recorded transitions of agents in each task) to an HDF5 file on which train.py can train.
 
-The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5, in the layout of the published CompressedAD
-repository (guide 4). --source selects the agent to record:
-  tabular   TD(0) on state values, with a bonus for rarely visited states and decaying random exploration; a separate
-            learner for each history
-  ppo       PPO from stable-baselines3, as in the published repository; all histories of a task come from training one
-            model (takes hours and needs the packages in requirements-dev.txt)
+The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5. --source selects the agent to record:
+
+  tabular   TD(0) on state values, with a bonus for rarely visited states; a separate learner for each history
+  ppo       PPO from stable-baselines3, as in the published repository (guide 4); takes hours
   epsilon   an expert who knows the task; the fraction of random actions falls from 1 to 0 (Zisman et al. 2023)
-  search    a searcher who knows the map but not the goal; each history has a constant fraction of random actions,
-            between 0 and 0.3
+  search    a searcher who knows the map but not the goal, with 0 to 30 % random actions
 """
 
 import argparse
@@ -23,10 +20,10 @@ from tasks.compressed_ad.data import Env, Search, learning_curve, make_env, play
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, whole
 
-# tabular learner: learning rate, discount factor, bonus for an unvisited state (divided by the square root of 1 + the
-# number of visits), fraction of random actions at the first and at the last step
+# tabular learner: learning rate, discount factor, exploration bonus, fraction of random actions at the first and last
+# step
 RATE, TD_DISCOUNT, BONUS, FIRST_EPSILON, LAST_EPSILON = 0.5, 0.9, 0.5, 0.1, 0.02
-# highest fraction of random actions taken by a search agent
+# highest fraction of random actions with --source search
 SEARCH_ERRORS = 0.3
 
 
@@ -41,10 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int, seed: int) -> None:
-    """Write a file of learning histories into out/datasets; print the agents' mean returns in episodes 1, 2, 5, ...
+    """Write a file of learning histories into out/datasets; print the agents' mean returns.
 
-    env: the environment's name (see make_env()). source: the agent to record, a key of SOURCES. streams: histories per
-    task. steps: steps per history. Raises InputError if the file already exists.
+    Raises InputError if the file already exists.
     """
     world = make_env(env)
     label = {"tabular": "TD", "ppo": "PPO"}.get(source, source)
@@ -67,17 +63,14 @@ def with_errors(action: np.ndarray, error_rate, actions: int, rng: np.random.Gen
 
 
 def tabular(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """Run tabular TD(0) learners, which know where each action leads but discover rewards only by receiving them.
-
-    task (agents,): each learner's task number. Returns the result of play().
-    """
+    """Run TD(0) learners that know where each action leads, but not the rewards; return the result of play()."""
     rng, agent, episode = np.random.default_rng(seed), np.arange(len(task)), []
     values, visits = np.zeros((2, len(task), env.next.shape[1]), np.float32)
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
         reached = agent[:, None], env.next[task, state, :, 0]
         score = values[reached] + BONUS / np.sqrt(1 + visits[reached])
-        # add noise, so that ties are broken at random
+        # break ties at random
         score = score + 0.01 * rng.random((len(task), env.actions), np.float32)
         epsilon = FIRST_EPSILON + (LAST_EPSILON - FIRST_EPSILON) * t / steps
         return with_errors(score.argmax(1), epsilon, env.actions, rng)
@@ -133,10 +126,7 @@ def ppo(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
 
 
 def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tuple[np.ndarray, ...]:
-    """Train a PPO model on one task with `streams` parallel environments; return the recorded transitions.
-
-    Returns (states, actions, next states, rewards), each (steps, streams).
-    """
+    """Train a PPO model on one task; return (states, actions, next states, rewards), each (steps, streams)."""
     import gymnasium
     import torch
     from stable_baselines3 import PPO
@@ -178,10 +168,9 @@ SOURCES = {"tabular": tabular, "ppo": ppo, "epsilon": epsilon, "search": search}
 
 
 def write_histories(path: Path, env: Env, states, actions, next_states, rewards) -> None:
-    """Write learning histories as an HDF5 file, in the layout shown at the top of tasks/compressed_ad/data.py.
+    """Write histories as an HDF5 file, in the layout shown at the top of tasks/compressed_ad/data.py.
 
-    states, actions, next_states, rewards: arrays (steps, tasks, streams). Raises RunError if the file cannot be
-    written.
+    states, actions, next_states, rewards: (steps, tasks, streams). Raises RunError if the file cannot be written.
     """
     import h5py
 

@@ -7,7 +7,7 @@ OUT/questions.arrow       one row per question: index of the study, answer head,
 OUT/images_<side>.u8      decoded images, (studies, side, side) uint8
 OUT/prepared.json         sources, settings, and counts of used and excluded data
 
-The files are written to a temporary folder, which is renamed to OUT when it is complete.
+All files are written to a temporary folder, which is renamed to OUT at the end.
 """
 
 import argparse
@@ -46,7 +46,6 @@ VIEWS = {"frontal": ("PA", "AP"), "PA": ("PA",), "AP": ("AP",), "lateral": ("LAT
 VIEW_OF_CODE = {"postero-anterior": "PA", "antero-posterior": "AP", "lateral": "LATERAL", "left lateral": "LL"}
 GRADES = ("D", "C", "B", "A", "A+", "A++")
 RATING = "question.quality.rating"
-# dictionary-encoded, because a few distinct texts repeat many times
 TEXT = pa.dictionary(pa.int32(), pa.string())
 SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(), "type": TEXT, "question": TEXT})
 UNREADABLE = (OSError, ValueError, EOFError, zlib.error)
@@ -103,9 +102,8 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
     """Return one row per study with an image in this view, and counts of excluded studies by reason.
 
-    jpg: folder of MIMIC-CXR-JPG. view: key of VIEWS. patients: path of MIMIC-IV's patients.csv.gz (sex and age), or
-    None. The studies are sorted by split. Raises InputError if a file is unreadable, a patient is in two splits, or no
-    image exists.
+    The studies are sorted by split. Raises InputError if a file is unreadable, a patient is in two splits, or no image
+    exists.
     """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
     table = read_csv(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", names)
@@ -268,8 +266,7 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
     """Return image, patient, split, known labels and, if given, view, sex and age from a row of the user's table.
 
-    By default, each image is a separate patient, and the patient's name and --seed determine the split. Raises
-    InputError if a value is invalid or the image does not exist.
+    By default, each image is a separate patient, and the patient's name and --seed determine the split.
     """
     image, split = row["image"], row.get("split", "")
     if ".." in Path(image).parts and not Path(image).is_absolute():
@@ -289,7 +286,7 @@ def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Name
 def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
     """Return (index of the answer head, index of the answer's class, type, text) for a question in the user's table.
 
-    If the row names no head, the answer determines the head. Raises InputError if a value is invalid.
+    If the row names no head, the answer determines the head.
     """
     answer, text = row.get("answer", "").lower(), row["question"]
     head = row.get("head", "").lower() or next((name for name in HEADS if answer in CLASS_OF[name]), None)
@@ -306,8 +303,7 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
     """Read the user's table of images, questions, answers and labels; return (studies, questions, empty Counter).
 
-    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question. Raises InputError with a
-    list of all invalid rows.
+    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
@@ -369,10 +365,6 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
 
 
 def write(args: argparse.Namespace, folder: Path) -> None:
-    """Write all files into `folder` and print a summary.
-
-    Raises InputError if a source is unusable or if no question is left.
-    """
     own = len(args.source) == 1
     # without gc.disable, the worker processes would spend half their time on garbage collection
     with ProcessPoolExecutor(args.workers, initializer=gc.disable) as pool:
@@ -449,10 +441,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """Return [0, end of train, end of val, end of test] as row numbers in the questions, which are sorted by split.
-
-    study: (questions,) index of each question's study.
-    """
+    """Return [0, end of train, end of val, end of test] as row numbers of the questions, which are sorted by split."""
     sizes = studies["split"].value_counts().reindex(SPLITS, fill_value=0)
     # np.searchsorted would copy `study` if the dtypes differed
     return [0, *np.searchsorted(study, sizes.cumsum().to_numpy(study.dtype)).tolist()]
@@ -460,7 +449,7 @@ def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
 
 @dataclass
 class Prepared:
-    """Contents of a folder that prepare() wrote, memory-mapped.
+    """Contents of a folder that prepare() wrote; images and questions are memory-mapped.
 
     images: (studies, side, side) uint8. labels: (studies, 14) CheXpert labels 1, 0, -1 (uncertain) or NaN. study, head,
     target: (questions,) indices of each question's study, answer head and target class. type, question: (questions,)

@@ -18,7 +18,7 @@ from utils.stats import interval_of_mean, interval_of_resamples, resample_cases,
 
 # maximum number of questions in each ablation; maximum number of training or validation questions for image baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# image baselines: maximum number of question texts with a classifier of their own; number of principal components
+# image baselines: maximum number of classifiers (one per question text); maximum number of principal components
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
@@ -59,10 +59,7 @@ def macro(areas: ndarray) -> ndarray:
 
 
 def calibration_error(probability: ndarray, right: ndarray) -> float:
-    """Return the expected calibration error of predicted probabilities (N,), with 15 bins of equal width.
-
-    right: (N,), whether each predicted event occurred.
-    """
+    """Return the expected calibration error of predicted probabilities (N,), with 15 bins of equal width."""
     from torchmetrics.functional.classification import binary_calibration_error
 
     return float(binary_calibration_error(torch.from_numpy(probability).float(), torch.from_numpy(right).long()))
@@ -93,7 +90,6 @@ def most_frequent_targets(
     """Return the most frequent target class (M,) for each wanted pair (key, answer head); -1 if a pair never occurs.
 
     keys, heads, targets: (N,), one entry per question. A key is an integer property of the question, such as its type.
-    wanted, wanted_heads: (M,), the pairs to look up.
     """
     codes, counts = np.unique((keys.astype(np.int64) * 4 + heads) * 64 + targets, return_counts=True)
     codes = codes[np.lexsort((counts, codes // 64))]
@@ -117,8 +113,7 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 
 
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
-    """Answer questions with the most frequent training answer for the same text and the same value of one CheXpert
-    label.
+    """Give the most frequent training answer for the same question text and the same value of a CheXpert label.
 
     Each text uses the label that best predicts its training answers. labels: (studies, 14) true labels, used for
     `train`; `rows` contains predicted labels. fallback: (N,) answers to use if no label yields an answer.
@@ -249,9 +244,8 @@ def print_tables(
 ) -> dict[str, float]:
     """Print the scores of the network, the baselines and the ablations; return the scores as {name: value}.
 
-    train: all training questions; if none, the baselines are skipped. fitted, val: training and validation questions
-    for the image baselines. features: {image baseline: image features}. ablations: {ablation: (question indices,
-    answers)}.
+    fitted, val: training and validation questions for the image baselines. features: {image baseline: image features}.
+    ablations: {ablation: (question indices, answers)}.
     """
     answers, label_scores = {}, {}
     if len(train["target"]):
@@ -287,7 +281,6 @@ def table_of_answers(results: SplitResults, answers: dict[str, ndarray], ablatio
 
 
 def table_of_findings(results: SplitResults, label_scores: dict[str, ndarray]) -> dict[str, float]:
-    """Print and return the mean AUROC over the CheXpert labels, and the network's advantage over each baseline."""
     metrics, areas = {}, macro(results.areas)
     table = {"network": {"AUROC": add_area(metrics, "chexpert_auroc", areas)}}
     for name, scores in label_scores.items():
@@ -397,8 +390,7 @@ def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
 def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, tuple], labels: list[str]) -> None:
     """Write predictions.csv and print the first nine answers, each with the most probable findings.
 
-    asked: [(image path, question), ...]. found: {index in `asked`: (answer head, class probabilities, probabilities of
-    the 14 CheXpert labels)}. labels: CheXpert labels to write.
+    found: {index in `asked`: (answer head, class probabilities, probabilities of the 14 CheXpert labels)}.
     """
     lines = []
     for index, (head, probability, findings) in found.items():

@@ -1,18 +1,14 @@
 """Write a small synthetic data set in the formats of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA, and two tiny encoders.
 
-Wherever a finding can occur, the image shows either the finding or a harmless look-alike of the same size and
-brightness that differs only in shape:
+Wherever a finding can occur, the image shows either the finding or a harmless look-alike that differs only in shape:
 
-- lung lesion: a ring, like a cavity, in the upper, mid or lower zone; look-alike: a blob of the same total brightness;
-- pneumothorax: the dark apex has a smooth border; look-alike: a skin fold with a wavy border;
-- pleural effusion: the upper border is a smooth meniscus; look-alike: a scalloped diaphragm with a wavy border;
-- cardiomegaly: the wide heart has a smooth, sharp border; look-alike: fat with a wavy, blurred border;
+- lung lesion: a ring, like a cavity; look-alike: a blob of the same total brightness;
+- pneumothorax: a dark apex with a smooth border; look-alike: a skin fold with a wavy border;
+- pleural effusion: a smooth meniscus; look-alike: a scalloped diaphragm with a wavy border;
+- cardiomegaly: a wide heart with a smooth, sharp border; look-alike: fat with a wavy, blurred border;
 - support devices: a straight catheter above the lung; look-alike: a wavy skin crease.
 
-Effusion, pneumothorax and cardiomegaly occur in three sizes: mild, moderate and severe. The chest varies in width,
-position, brightness and contrast, and the wavy borders have random phases, so neither single pixels nor the mean
-brightness reveals a finding. As in the published data sets, some views and labels are blank, some labels are uncertain,
-a fifth of the questions have no quality grade, and some answers match none of the model's classes.
+As in the published data sets, some fields are empty, some labels are uncertain and some answers match no class.
 """
 
 import argparse
@@ -108,7 +104,6 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
 
 
 def draw_findings(rng: Generator) -> Findings:
-    """Choose a study's findings at random; 40 % of the studies show no disease."""
     findings = {}
     ill = rng.random() < 0.6
     for side in SIDES:
@@ -122,10 +117,7 @@ def draw_findings(rng: Generator) -> Findings:
 
 
 def soft(distance: np.ndarray) -> np.ndarray:
-    """Return a smooth step from 0 outside a shape to 1 inside it.
-
-    distance: signed distance from the shape's border, positive inside.
-    """
+    """Return a smooth step from 0 outside a shape to 1 inside it; `distance` is positive inside."""
     return 1 / (1 + np.exp(-np.clip(2 * distance, -30, 30)))
 
 
@@ -252,7 +244,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
     first = next(iter(diseases), None)
     add("B03_is_abnormal", "Is the study abnormal?", first)
     add("B04_is_normal", "Is everything normal?", first)
-    # an answer without a severity, which data preparation must exclude
+    # this answer names no severity, so data preparation must exclude the question
     add("D04_how_severe_is_finding", "How severe is the scar?", positiveness="neutral")
     return questions
 

@@ -28,7 +28,7 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_installed() -> bool:
-    """Return whether DeepSpeed is installed, without importing it: the import takes seconds."""
+    """Return whether DeepSpeed is installed, without the slow import."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -198,8 +198,8 @@ class ZeroEngine(Engine):
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # create the optimizer state of all parameter groups now, because DeepSpeed links the state to the parameters
-        # after the first step of the first group
+        # DeepSpeed links the optimizer state to the parameters after the first group's first step, so the state of all
+        # groups must exist by then
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}
@@ -229,7 +229,7 @@ def _write_shard(parameter: nn.Parameter, value: Tensor, key: str | None) -> Non
     from deepspeed import utils as deepspeed
 
     if not hasattr(parameter, "ds_id"):
-        # in ZeRO stages 1 and 2, DeepSpeed selects this rank's shard of the full tensor itself
+        # in ZeRO stages 1 and 2, DeepSpeed selects this rank's shard itself
         value = value.to(parameter.device)
         if key:
             deepspeed.safe_set_full_optimizer_state(parameter, value, key)
