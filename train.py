@@ -43,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--objective", choices=("ad", "dpt", "search"), default="ad", help=text)
     text = "share of segments that begin at the start of their history; the others begin at a random step"
     add("--from_start", type=real(0, 1), default=0.0, help=text)
-    text = "encode cells one-hot and move the room by 0 to N random rows and columns in training; 0: plain coordinates"
+    text = "encode cells one-hot and move the room by 0 to N cells at random during training; 0: plain coordinates"
     advanced("--shift", type=whole(0), default=0, metavar="N", help=text)
 
     add = parser.add_argument_group("model").add_argument
@@ -56,7 +56,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     advanced("--n_latent", type=whole(1), default=40, help="latent tokens that hold the compressed context")
     add("--n_transit", type=whole(2), default=240, help="transitions in the context; halve it on OOM")
     advanced(
-        "--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit"
+        "--max_compression_depth",
+        type=whole(0),
+        default=3,
+        help="most compressions in a training segment; acting has no limit",
     )
 
     add = parser.add_argument_group("optimizer and schedule").add_argument

@@ -179,7 +179,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     advanced("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; fewer take less memory")
     text = "one JSON object per stage; default: the guide's stages of 64^3, 128^3 and 256^3"
     add("--stage_configs", type=json_object, nargs="+", metavar="JSON", help=text)
-    advanced("--num_timesteps", type=whole(10), default=1000, help="diffusion timesteps in training")
+    advanced("--num_timesteps", type=whole(10), default=1000, help="diffusion timesteps during training")
     advanced(
         "--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise"
     )
@@ -187,7 +187,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--xray_agreement",
         action=yes_no,
         default=True,
-        help="correct volumes to agree with the X-rays, in training and sampling",
+        help="correct volumes to agree with the X-rays, during training and sampling",
     )
     add("--regression", action="store_true", help="no diffusion: train only the one-step answer")
     add(

@@ -763,6 +763,12 @@ def test_all_bad_files_are_listed_and_nothing_is_written(tmp_path, capsys):
 # --- synthetic data and baselines -------------------------------------------------------------------------------------
 
 
+def test_synthetic_answers_name_the_position_of_their_lesion(sets):
+    for data in sets.values():
+        for row, item in zip(data.rows, data, strict=False):
+            assert position_in(row.answer) == item["position"] == position_of(item["mask"].numpy())
+
+
 def test_tiny_models_see_training_texts_alone(tmp_path, monkeypatch):
     """With test answers, ignoring the image would seem to work."""
     given = []
