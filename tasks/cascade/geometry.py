@@ -100,7 +100,7 @@ def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int) -> np.ndarray:
     return grey[0, 0].round().to(torch.uint8).numpy()
 
 
-# --- agreement of volumes with X-rays ---------------------------------------------------------------------------------
+# --- consistency with the X-rays --------------------------------------------------------------------------------------
 
 
 class Grey(NamedTuple):
