@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def eval_batch(self) -> int:
-        """Batch size for evaluation. It must not depend on the number of GPUs, because the results must not."""
+        """Batch size for evaluation, independent of the number of GPUs so that the results are, too."""
         return max(1, min(4, 2 * 128**3 // math.prod(self.volume_size)))
 
 
@@ -121,7 +121,7 @@ def choose_stages(args: Namespace, given: set[str], in_config: set[str]) -> list
     given, in_config: names of the flags set on the command line and in the config file.
 
     Precedence with --stage_configs, highest first: command line, the stage's JSON object, config file, flag default,
-    stage in GUIDE. Without --stage_configs: command line, config file, stage in GUIDE, flag default.
+    the published guide's stage. Without --stage_configs: command line, config file, the guide's stage, flag default.
     """
     guide = [asdict(stage) for stage in GUIDE]
     entries, first = args.stage_configs, given
@@ -388,10 +388,9 @@ class StageInput(NamedTuple):
 
 
 class StageNet(nn.Module):
-    """Network of one stage, which predicts the velocity v of a diffusion model (Salimans & Ho 2022).
+    """Network of one stage; predicts the diffusion velocity v (Salimans & Ho 2022).
 
-    A convolutional U-Net surrounds the transformer, because the tokens are too coarse to represent noise in single
-    voxels.
+    A convolutional U-Net surrounds the transformer, because its tokens are too coarse for voxel-level noise.
     """
 
     def __init__(self, stage: Stage, args: Namespace):
@@ -463,9 +462,10 @@ class StageNet(nn.Module):
 
 # --- diffusion --------------------------------------------------------------------------------------------------------
 
-# fraction of training samples at the last timestep, where the network learns to predict the volume in one step
+# fraction of training samples drawn at the noisiest timestep, to learn one-step prediction
 LAST_SHARE = 0.5
-# standard deviation of the noise added to the previous stage's volume: maximum during training, value during sampling
+# noise added to the previous stage's volume: maximum of the random standard deviation during training, and the fixed
+# one during sampling
 PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
 # number of noise levels at which each validation patient is evaluated
 LOSS_DRAWS = 4
@@ -503,8 +503,8 @@ class Cascade(nn.Module):
     Each stage generates the residual (true volume - start volume) / std. The first stage starts from a ridge regression
     (Prior), each later stage from the previous stage's volume.
 
-    With v-prediction, the input at the last timestep is zeros, so the network learns to predict the mean of all volumes
-    that are consistent with the X-rays.
+    At the noisiest timestep the network's input is set to zero, so that it learns to predict the mean of all volumes
+    consistent with the X-rays.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
@@ -612,7 +612,7 @@ class Cascade(nn.Module):
                 _, clean = self.denoise(k, net, noisy, torch.full_like(batch["seed"], t), batch, given)
                 clean = clean.clamp(-1, 1)
                 if self.args.xray_agreement:
-                    # correct the clean volume less as the noise decreases, but correct the final volume fully
+                    # weaken the X-ray correction as the noise decreases, but apply it fully to the final volume
                     variance = (1 if final else self.host_noise[t]) * self.stds[k] ** 2
                     clean = make_consistent(clean, given.rays, variance, corrections=4 if final else 2)
                 if not final:
@@ -669,7 +669,7 @@ def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor |
     residual = (volume_of(batch) - given.start) / cascade.stds[k]
     v, clean = cascade.denoise(k, net, signal * residual + sigma * noise, timestep, batch, given)
     if args.v_parameterization:
-        # at the last timestep the network's input is zeros, so its target must not contain noise
+        # the input is all zeros at the noisiest timestep, so the target must not contain noise
         noise = noise * (timestep != last)[:, None, None, None, None]
     square = (v - (signal * noise - sigma * residual)).square().mean((1, 2, 3, 4))
     alpha_bar = signal.flatten().square()
@@ -772,10 +772,8 @@ def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """All ranks: return the half width, in standard deviations, of the interval that contains 90 % of the true body
+    """All ranks: return the k for which sample mean +- k standard deviations contains the true value in 90 % of body
     voxels.
-
-    The interval is centred on the sample mean.
     """
     # histogram of z-scores in bins of 0.01, because integer counts are summed exactly across ranks
     counts = torch.zeros(10_000, dtype=torch.int64)
@@ -791,8 +789,8 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float
 def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -> tuple[dict, Tensor | None]:
     """Reconstruct the CTs of a batch with the cascade and with baselines that need no trained network.
 
-    prior_rays: (N, P), mean voxel values along the rays of N training patients. Returns ({row label of the test table:
-    volumes (B, 1, X, Y, Z)}, samples (K, B, 1, X, Y, Z) or, with --regression, None).
+    prior_rays: (N, P), mean voxel values along the rays of N training patients. Returns (volumes, samples). volumes:
+    {row label of the test table: (B, 1, X, Y, Z)}. samples: (K, B, 1, X, Y, Z), or None with --regression.
     """
     args, prior, samples = cascade.args, cascade.priors[cascade.current], None
     size = cascade.stages[cascade.current].volume_size
@@ -872,7 +870,7 @@ def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
 def predict(cascade: Cascade, run: Run, extent: list[float]) -> None:
     """All ranks: reconstruct the CTs of the patients in the --predict folder; write NIfTI files in HU to predictions/.
 
-    extent: (3,), mean field of view of the training CTs in mm, because X-rays do not show the field of view.
+    extent: (3,), field of view in mm to assume for the CTs: the mean over the training patients.
     """
     args, out = cascade.args, run.folder / "predictions"
     checkpoint.make_folder(out)
@@ -960,7 +958,7 @@ def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPl
     loader = du.create_distributed_dataloader(
         dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
-    # with an empty `frozen`, checkpoints include the EMA weights, which require no gradients
+    # leave `frozen` empty so that checkpoints include the EMA weights, although they need no gradients
     options = {"saved": run.checkpoint, "frozen": set()}
     optimizer = make_optimizer(cascade, args)
     engine = make_engine(cascade, optimizer, cascade.precision, args, cascade.device, **options)
@@ -980,7 +978,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     if args.rival_run:
         with du.agree_on_errors():
             report.read_rival(Path(args.rival_run), data.digest, [])
-    # checkpoints do not contain data of individual patients, so a resumed run fits the linear posterior again
+    # refit the Prior when resuming, because checkpoints omit data of individual patients
     prior = data.learn_prior()
     cascade = Cascade(args, run.ranks.device, precision, prior, saved.get("stds", [math.sqrt(prior.error)]))
     stages, plateau = cascade.stages, dict(saved["plateau"])
@@ -1035,7 +1033,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
                 if training.stopped:
                     return training.save_and_stop()
                 metrics = evaluate(cascade, val, run)
-                # skip an evaluation caused only by --max_steps, because a longer run would not have it
+                # skip evaluations triggered only by --max_steps: an uninterrupted run would not evaluate here
                 if training.epoch_over or training.evaluation_due:
                     update_plateau(plateau, metrics["val/loss"])
                 training.record(metrics, headline="val/loss", lower=True)

@@ -169,8 +169,8 @@ def read_ct(path: Path) -> Volume:
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
     """Read an X-ray as (size, size) float32 in [-1, 1], with the head at the top. Raises InputError if it is unusable.
 
-    upside_down, mirrored: flips of the stored image, which are undone. Pixel values are scaled by the bit depth and not
-    by the image's maximum, so that a grey value means the same attenuation in all patients.
+    upside_down, mirrored: flips to undo. Pixel values are scaled by the bit depth rather than the image's maximum, so
+    that a grey value means the same attenuation in every patient.
     """
     try:
         if path.suffix == ".npy":
@@ -197,7 +197,7 @@ def is_mirrored(view: int, flag: str | None) -> bool:
 
 
 def make_drrs(root: Path) -> int:
-    """All ranks: render the missing X-rays of data folder `root` by projecting the CTs; return the number of X-rays.
+    """All ranks: render the missing X-rays of data folder `root` from its CTs; return how many were rendered.
 
     Raises InputError for an unusable CT.
     """
@@ -206,7 +206,7 @@ def make_drrs(root: Path) -> int:
     rank, world_size = du.world()
     jobs = []
     with du.agree_on_errors():
-        # only rank 0 lists the missing images, because other ranks may already be rendering some of them
+        # list the missing images on rank 0 only: a slower rank would miss those that faster ranks have already rendered
         if rank == 0:
             for name, files in list_files(root).items():
                 jobs += [(name, files["ct"], view) for view in (0, 1) if "ct" in files and view not in files]
@@ -323,7 +323,9 @@ class Data:
         return torch.cat(rays)
 
     def learn_prior(self) -> Prior:
-        """All ranks: return the linear posterior, fitted by rank 0 to the first PRIOR_PATIENTS training patients."""
+        """All ranks: return the Prior, a ridge regression that rank 0 fits to the first PRIOR_PATIENTS training
+        patients.
+        """
         prior, threads = None, torch.get_num_threads()
         with du.agree_on_errors():
             if du.world()[0] == 0:
@@ -386,8 +388,8 @@ def load_xrays(patient: Patient, args: Namespace) -> Tensor:
 def cache_path(folder: str, source: Path, content: tuple) -> Path:
     """Return the path of the cache file for data decoded from `source` (an X-ray, a CT or a folder of DICOM slices).
 
-    content: identifies the decoded data, for example the voxel grid. A modified source gets a new path, except in
-    processes that have already called this function for it.
+    content: what distinguishes this decoding from others, such as the voxel grid. The path changes when `source` is
+    modified, but each process looks at `source` only once.
     """
     files = files_of(source) if source.is_dir() else [source]
     return Path(folder, hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32] + ".npy")
@@ -425,12 +427,13 @@ def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
 
 
 class XrayCtDataset(Dataset):
-    """Dataset of the patients of one split ("train", "val" or "test").
+    """The patients of one split ("train", "val" or "test").
 
     Each item is a dict. volume: (X, Y, Z), the CT in HU. extent: (3,), field of view in mm. xrays: (views, H, W) in
-    [-1, 1]. input_xrays: X-rays for the network, with augmented exposure and noise. index: patient's index in the
-    split. row: patient's index in the Prior, or -1. seed, draws: random numbers for the patient, which depend on the
-    run's seed and the epoch. other: X-rays of another test patient. error: why the files are unusable, or "".
+    [-1, 1]. input_xrays: the network's input, `xrays` with random exposure and noise. index: patient's index in the
+    split. row: patient's index among the Prior's training patients, or -1. seed, draws: the patient's random numbers,
+    derived from the run's seed and the epoch. other: X-rays of another test patient. error: why the files are unusable,
+    or "".
 
     Augmentation shifts the volume and its X-rays along z.
     """

@@ -73,7 +73,9 @@ def resize(x: Tensor, size: tuple | list) -> Tensor:
 
 
 def lift(image: Tensor, view: int, size: tuple | list) -> Tensor:
-    """Resize an image (B, C, rows, columns) to the grid and repeat it along the rays; return (B, C, X, Y, Z)."""
+    """Resize a view's image (B, C, rows, columns) to the voxel grid and repeat it along the view's rays: (B, C, X, Y,
+    Z).
+    """
     axis = RAYS[view]
     plane = as_plane(resize(image, (size[2], size[3 - axis])))
     return plane.unsqueeze(axis).expand(*image.shape[:2], *size)
@@ -104,7 +106,7 @@ def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int) -> np.ndarray:
 
 
 class Grey(NamedTuple):
-    """Linear relation of one view's grey values (-1..1) to line integrals: grey value = slope * line integral + offset.
+    """Linear map from line integrals to one view's grey values (-1..1): grey value = slope * line integral + offset.
 
     noise: standard deviation of the X-ray's noise, in units of line integrals.
     """
@@ -133,7 +135,7 @@ def ray_sums(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | lis
     for view, grey in enumerate(greys):
         axis = RAYS[view]
         count = size[axis - 2]
-        # increase of the line integral when one voxel increases by 1
+        # change in the line integral per unit change in one voxel
         unit = extent[:, axis - 2, None, None, None] * (MU_PER_UNIT / count)
         integral = resize((xrays[:, view : view + 1] - grey.offset) / grey.slope, (size[2], size[3 - axis]))
         sums.append(as_plane(integral) / unit - count)
@@ -168,8 +170,7 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
             else:
                 (n1, n2), (nx, ny) = xrays.noise, volume.shape[2:4]
                 r1, r2 = (plane.sum(2, keepdim=True) for plane in residuals)
-                # expand the determinants of the 2 x 2 systems by hand, because numerical subtraction would lose
-                # precision
+                # expand the 2 x 2 determinants by hand to avoid cancellation
                 det = c * (ny * n2 + nx * n1) + n1 * n2
                 sum1 = (c * nx * (r1 - r2) + n2 * r1) / det
                 sum2 = (c * ny * (r2 - r1) + n1 * r2) / det
@@ -190,15 +191,15 @@ def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tupl
 
 
 class Prior(NamedTuple):
-    """Linear posterior: a ridge regression that predicts a volume from X-rays, fitted to N training patients.
+    """Ridge regression that predicts a volume from X-rays, fitted to N training patients.
 
     penalty: ridge penalty relative to the mean squared norm of the centred ray means (see rays_of()). variance:
     variance of a voxel across patients. error: leave-one-out mean squared error of a voxel. mean: (1, 1, X, Y, Z), the
     mean volume. basis: (R, X, Y, Z), principal directions of the training volumes, not normalized. centre: (P,), ray
     means of the mean volume. gain: (R, P), maps centred ray means to coefficients of the basis.
 
-    coordinates (N, R), weights (N, P) and kernel (N, N) are used only to leave out a training patient. Checkpoints omit
-    these tensors, because they reveal the CTs of individual patients.
+    coordinates (N, R), weights (N, P) and kernel (N, N) are needed only to predict a training patient from the other
+    patients. Checkpoints omit them, because they reveal individual CTs.
     """
 
     grid: list[int]
@@ -279,7 +280,7 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
         fits.append((error, penalty, kernel))
     error, penalty, kernel = min(fits, key=lambda fit: fit[0])
     coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(PRIOR_RANK, count - 1)].float()
-    # centred_rays has zero column sums, so subtracting a constant from the kernel does not change this product
+    # the columns of centred_rays sum to zero, so the kernel need not be centred here
     weights = (kernel @ centred_rays).float()
     return Prior(
         grid=list(mean.shape),

@@ -17,13 +17,13 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError
 
 BASELINES = ("linear posterior", "mean volume", "back-projection", "nearest patient")
-# display windows in volume units: -1000 to 400 HU for slices, -300 to 300 HU for differences
+# display windows, scaled like volumes (-1..1): -1000 to 400 HU for slices, -300 to 300 HU for differences
 WINDOW, DIFFERENCE = (-1.0, -0.3), 0.15
 
 
 def name_of(row: str) -> str:
-    """Return the prefix of a row's metric names: "" for the main results, "rival/<method>/" for baselines, else
-    "<method>/".
+    """Return the prefix of a row's metric names: "" for the main result, "rival/<method>/" for a baseline, "<method>/"
+    for other variants of the cascade.
     """
     name = re.sub("[, -]+", "_", row.replace("'s", ""))
     if row.startswith(BASELINES):

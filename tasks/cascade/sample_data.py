@@ -13,7 +13,7 @@ from utils.cli import InputError, whole
 
 # field of view along x, y and z in mm
 FIELD = (380.0, 300.0, 340.0)
-# voxel sizes along x, y and z, relative to the width of the field of view divided by --matrix
+# voxel sizes along x, y and z, as multiples of (width of the field of view / --matrix)
 VOXELS = ((1.0, 1.0, 1.0), (0.9, 0.9, 1.3), (1.1, 1.1, 0.9))
 # order and direction of the axes in CT files
 AXIS_ORDERS = ((0, 1, 2), (0, 1, 2), (2, 1, 0))
@@ -46,7 +46,7 @@ def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> N
 
 
 class Phantom:
-    """Synthetic CT in HU, which contains air until ellipsoids are drawn into it.
+    """Synthetic CT in HU: air, with ellipsoids drawn into it.
 
     Coordinates are in mm from the centre of the CT: x increases to the patient's right, y to the front, z to the head.
     """
@@ -105,7 +105,7 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
     torso.add((0, 0, 0), (150 * width, 105 * depth, 900), normal(-95, 8))
     torso.add((0, 0, 0), (150 * width - fat, 105 * depth - fat, 900), normal(45, 8))
 
-    # both lungs, each above one dome of the diaphragm and beside a column of ribs
+    # on each side: lung, dome of the diaphragm, ribs
     for side, dome in ((-1, raised + uniform(-12, 12)), (1, raised + uniform(-12, 12))):
         breath = uniform(0.85, 1.12)
         radii = (52 * width * breath, 74 * depth, 110 * height * breath)
