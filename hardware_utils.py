@@ -26,17 +26,14 @@ GIB = 2**30
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores this process may use, given its CPU affinity and its container's CPU quota."""
+    """Return the number of CPU cores allowed by this process's CPU affinity and its container's CPU quota."""
     return joblib.cpu_count()
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for reuse instead of returning it to the system.
-
-    This saves up to 10 % of the training time on a CPU.
-    """
+    """Make glibc keep freed memory for reuse, which saves up to 10 % of the training time on a CPU."""
     with contextlib.suppress(AttributeError, TypeError):
-        # -3 is M_MMAP_THRESHOLD, for which glibc accepts at most 32 MiB; -1 is M_TRIM_THRESHOLD
+        # -3 is M_MMAP_THRESHOLD, at most 32 MiB; -1 is M_TRIM_THRESHOLD
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)
         mallopt(-1, 2**31 - 1)
@@ -74,12 +71,10 @@ def set_precision(
     if convolves_3d and precision == "bf16" and device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
     remarks = []
-    # The input size is fixed, so cuDNN needs to time its algorithms only once. The chosen algorithm can differ between
-    # runs, so --deterministic disables the timing.
+    # --deterministic turns the benchmark off, because cuDNN's choice of algorithm can differ between runs.
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda" and precision == "no":
-        # By default, Ampere and later GPUs compute fp32 convolutions in TF32. torch.compile fails if the newer names of
-        # the allow_tf32 settings are used.
+        # torch.compile fails with the newer settings that replace allow_tf32.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
@@ -88,7 +83,7 @@ def set_precision(
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         else:
-            # same effect as use_deterministic_algorithms(True), without importing torch.compile, which takes a second
+            # same effect as use_deterministic_algorithms(True), without its slow import of torch.compile
             torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic = True

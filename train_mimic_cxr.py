@@ -8,10 +8,8 @@
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --save_predictions
     python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
-Guide 1 is the published training guide at https://github.com/JONAHKYAGABA/SVA-MASTERS-WORK. Its model also reads a
-scene graph of the X-ray's report. This model does not, because the scene graph would reveal the correct answers.
-
-To train on your own X-rays, see tasks/mimic_cxr/README.md.
+Guide 1 is the published training guide at https://github.com/JONAHKYAGABA/SVA-MASTERS-WORK. To train on your own
+X-rays, see tasks/mimic_cxr/README.md.
 """
 
 import os
@@ -32,10 +30,8 @@ from utils.cli import (
 )
 
 FORMAT = "mimic_cxr/3"
-# flags that define the model; a resumed run uses their values from the checkpoint
 MODEL_FLAGS = ("image_size",)
 MAX_TOKENS = 128
-# default encoders of the published training guide (guide 1)
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
 FUSION_LAYERS = 2
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
@@ -105,7 +101,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--question", help="with --predict: the question to ask about each image")
     advanced("--head", choices=HEAD_WEIGHT, help="with --predict: answer head; default: by the wording")
 
-    # hidden flags for YAML keys of guide 1; --dataloader_num_workers counts workers per node, not per process
+    # hidden flags for keys of the published guide's YAML files; --dataloader_num_workers counts workers per node
     parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)
     parser.add_argument("--dataloader_num_workers", type=whole(0), help=SUPPRESS)
     for flag in ("--fp16", "--pin_memory", "--enabled"):
@@ -123,7 +119,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # parse the flags before the slow imports, so that --help and errors in flags appear immediately
+    # parse the flags before the slow imports, so that --help appears immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -154,8 +150,8 @@ from utils.loop import Plan, Run, Training
 from utils.sampler import EvalBatchSampler, ImageGroups
 
 ADVICE = "give --gradient_checkpointing, a smaller --image_size or --deepspeed_config configs/deepspeed_zero3.json"
-# maximum random changes for image augmentation: x and y shifts (fractions of the image side), rotation (radians), and
-# logarithms of the zoom, brightness and gamma factors
+# maximum random augmentation: x and y shifts (fractions of the image side), rotation (radians), and logarithms of the
+# zoom, brightness and gamma factors
 STRENGTH = (0.04, 0.04, 0.1, 0.08, 0.15, 0.2)
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ class ChestModel(nn.Module):
         super().__init__()
         self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
         self.side = args.image_size or 224
-        # image size at which the image encoder's position embeddings need no interpolation
+        # image size for which the position embeddings need no interpolation
         interpolates = "interpolate_pos_encoding" in inspect.signature(image.forward).parameters
         self.native_side = image.config.image_size if interpolates else self.side
         dim, config = text.config.hidden_size, image.config
@@ -205,7 +201,7 @@ class ChestModel(nn.Module):
         self.heads = nn.ModuleDict(heads)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
         self.findings = nn.Sequential(nn.Linear(2 * len(CHEXPERT), dim), nn.LayerNorm(dim))
-        # plain attributes, because DeepSpeed would round registered buffers to half precision
+        # plain tensors, because DeepSpeed would round buffers to half precision
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
     @property
@@ -218,7 +214,7 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """Encode images (I, 1, S, S) in [0, 255] as features (I, P, width), one row per token or feature-map cell."""
+        """Encode images (I, 1, S, S) in [0, 255] as patch features (I, P, width)."""
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
@@ -250,7 +246,7 @@ class ChestModel(nn.Module):
         return self.findings(torch.cat([name, labels.detach().float().sigmoid().diag_embed()], -1))
 
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
-        """Return fp32 logits: one (B, classes) tensor per answer head, then one (B, 14) tensor for the CheXpert labels.
+        """Return fp32 logits: (B, classes) for each answer head, then (B, 14) for the CheXpert labels.
 
         image: (I, 1, S, S) in [0, 255]. ids, mask: (B, T) token ids and attention mask. image_of: (B,) index of each
         question's image.
@@ -261,7 +257,7 @@ class ChestModel(nn.Module):
             tokens = torch.cat([tokens, self.finding_tokens(labels)], 1).index_select(0, image_of)
             labels = labels.index_select(0, image_of)
             if self.text.config.model_type in ("bert", "roberta"):
-                # a 4D mask avoids transformers' padding check, which makes the host wait for the GPU
+                # a 4D mask avoids transformers' padding check, which waits for the GPU
                 mask = mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
             for layer in self.fusion:
@@ -272,7 +268,7 @@ class ChestModel(nn.Module):
 
 
 def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
-    """Return sine and cosine position embeddings (side * side, dim) for the feature map of a convolutional encoder."""
+    """Return sine and cosine position embeddings (side * side, dim) for a square feature map."""
     ruler = torch.linspace(-1, 1, side, device=device)
     points = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
     octaves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device).clamp(max=6)
@@ -281,16 +277,16 @@ def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
 
 
 def load_encoder(path: str, flag: str, **options) -> nn.Module:
-    """Load a pretrained Hugging Face encoder in fp32; `path` is a folder or a hub name.
+    """Load a pretrained Hugging Face encoder in fp32.
 
-    flag: "--image_encoder" or "--text_encoder". options: changes to the encoder's config; unknown keys are ignored.
-    Raises InputError if loading fails or `path` is not an encoder of this kind.
+    flag: "--image_encoder" or "--text_encoder". options: changes to the config; unknown keys are ignored. Raises
+    InputError if loading fails or the model is not an encoder for `flag`.
     """
     from transformers import AutoConfig, AutoModel, utils
 
     utils.logging.set_verbosity_error()
     utils.logging.disable_progress_bar()
-    # masked autoencoders drop most of the image patches by default
+    # masked autoencoders drop most image patches by default
     options["mask_ratio"] = 0.0
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -317,10 +313,7 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> ChestModel:
-    """Build the model from pretrained encoders.
-
-    Raises InputError if an encoder or its tokenizer cannot be loaded or does not support the other settings.
-    """
+    """Build the model from pretrained encoders. Raises InputError if an encoder cannot be loaded or used."""
     from transformers import AutoTokenizer
     from transformers.image_processing_base import ImageProcessingMixin
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -364,7 +357,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
 
 
 def freeze_unused(model: ChestModel, path: str) -> None:
-    """Freeze parameters that no output depends on, such as BERT's pooler, because they would make DDP fail."""
+    """Freeze parameters that receive no gradient, such as BERT's pooler; otherwise DDP would fail."""
     precision, model.precision = model.precision, "no"
     try:
         batch = largest_batch(model, 1)
@@ -385,11 +378,10 @@ def freeze_unused(model: ChestModel, path: str) -> None:
 
 
 class Questions(Dataset):
-    """Dataset of the questions in a split, or of `limit` evenly spaced questions if `limit` is not 0.
+    """Dataset of the questions of a split. Items are only indices; batch() loads the data.
 
-    Items are question indices; batch() loads their data. replacement: (studies,) index of the study whose image is
-    shown instead of each study's own image; -1 shows a black image. rows: question indices, instead of all questions in
-    the split.
+    limit: number of evenly spaced questions to use; 0 uses all. replacement: (studies,) index of the study whose image
+    is shown for each study; -1 shows a black image. rows: (N,) question indices to use instead of the whole split.
     """
 
     def __init__(
@@ -427,8 +419,8 @@ class Questions(Dataset):
 
         index: (B,) indices in this dataset. image: (I, 1, S, S) uint8. image_of: (B,) index of each question's image.
         ids, mask: (B, T). head, target: (B,) indices of the answer head and the correct class. label, known: (B, 14)
-        CheXpert labels, and whether each label enters the loss. augmentation: (I, 6) random changes in the order of
-        STRENGTH, only if augmentation is on.
+        CheXpert labels, and whether each label enters the loss. augmentation: (I, 6), in the order of STRENGTH; only if
+        augmentation is on.
         """
         data, rows = self.data, np.array([self.rows[index] for index in indices])
         study = data.study[rows]
@@ -466,8 +458,7 @@ def tokenize(tokenizer, texts: list[str]) -> dict[str, Tensor]:
 def augment(image: Tensor, augmentation: Tensor) -> Tensor:
     """Shift, rotate and zoom images (I, 1, S, S) in [0, 255], and change their brightness and gamma.
 
-    augmentation: (I, 6) changes, in the order and units of STRENGTH. Images are never mirrored, because questions
-    mention left and right.
+    augmentation: (I, 6), in the order of STRENGTH. Images are never mirrored, because questions mention left and right.
     """
     x, y, angle, zoom, gain, gamma = augmentation.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
@@ -494,14 +485,14 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
 
 
 def count_targets(batches: list[dict]) -> list[float]:
-    """Return the number of questions for each answer head, followed by the number of known CheXpert labels."""
+    """Return the number of questions per answer head, followed by the number of known CheXpert labels."""
     heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
     known = sum(int(batch["known"].sum()) for batch in batches)
     return [*(heads.tolist() if batches else [0] * len(HEADS)), known]
 
 
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
-    """Return the terms that a micro-batch adds to the total loss, answer loss and CheXpert loss of the global batch.
+    """Return a micro-batch's share of the total loss, answer loss and CheXpert loss of the global batch.
 
     counts: result of count_targets() for the global batch.
     """
@@ -518,7 +509,7 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 
 
 def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Gather result columns from all ranks on rank 0, sorted by the column "index"; return {} on other ranks.
+    """Gather columns from all ranks on rank 0, sorted by the column "index"; return {} on other ranks.
 
     Call on all ranks. own: {column: one array per batch}. Rows with a negative index are padding and are dropped.
     """
@@ -534,10 +525,9 @@ def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> report.Rows:
-    """Answer the questions of `data`; return {column: one value per question}.
+    """Answer the questions; return {column: one value per question}.
 
-    Call on all ranks: they split the questions, and only rank 0 gets the model's answers. Raises RunError on all ranks
-    if a prediction is not finite.
+    Call on all ranks. Only rank 0 returns the answers. Raises RunError if a prediction is not finite.
     """
     model.eval()
     own, width = defaultdict(list), max(map(len, HEADS.values()))
@@ -565,7 +555,7 @@ def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: R
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """Return the losses, accuracy and AUROC of a split on all ranks, and save a figure of the answers."""
+    """Return the losses, accuracy and AUROC of a split, and save a figure of the answers. Call on all ranks."""
     rows, metrics = answer_questions(model, data, batch_size, run, args), {}
     if run.ranks.is_main:
         metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)
@@ -595,7 +585,7 @@ def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch
 def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
     """Compare the model with baselines and ablations on a split; return the metrics.
 
-    Call on all ranks. Rank 0 prints the tables, saves a figure and, with --save_predictions, saves the predictions.
+    Call on all ranks. Rank 0 prints the tables and saves the files.
     """
     data = sets[split].data
     rows = answer_questions(model, sets[split], batch_size, run, args)
@@ -648,9 +638,9 @@ def head_for(question: str) -> str:
 
 @torch.no_grad()
 def predict(model: ChestModel, run: Run, args: Namespace) -> None:
-    """Answer the questions of --predict and --question, and write predictions.csv.
+    """Answer the questions given by --predict and --question; write predictions.csv.
 
-    Call on all ranks. Raises InputError if no image can be read or if a question needs an untrained answer head.
+    Call on all ranks. Raises InputError if no image is readable or a question needs an untrained answer head.
     """
     asked = tables.list_questions(args.predict, args.question)
     heads = [args.head or head_for(question) for _, question in asked]
@@ -706,7 +696,7 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 
 def largest_batch(model: ChestModel, size: int) -> dict:
-    """Return a dummy batch that needs the most memory: `size` questions of maximum length, each with its own image."""
+    """Return a dummy batch of `size` questions of maximum length, each with its own image."""
     ids = torch.ones(size, MAX_TOKENS, dtype=torch.long)
     return {
         "ids": ids,
@@ -726,10 +716,10 @@ def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
 
 
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
-    """Return {flag: value} for unset flags, chosen to suit the hardware (--auto_optimize) or taken from DEFAULTS.
+    """Return {flag: value} for unset flags, based on the hardware (--auto_optimize) or DEFAULTS.
 
-    memory: lowest GPU memory in GiB. compute: lowest compute capability. Both are None without GPUs. node: (CPU cores,
-    available RAM in GiB, number of processes that share them).
+    memory: GPU memory in GiB. compute: compute capability. Both are None without a GPU. node: (CPU cores, available RAM
+    in GiB, number of processes that share them).
     """
     cores, ram, processes = node
     table = hardware_utils.settings_for(
@@ -746,7 +736,7 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
 
 
 def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, tuple]:
-    """Return memory, compute and node for fill_settings(): the weakest values of all ranks. Call on all ranks."""
+    """Return (memory, compute, node) of the weakest hardware for fill_settings(). Call on all ranks."""
     memory = compute = None
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
@@ -760,10 +750,7 @@ def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, 
 
 
 def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
-    """Return (whether to train with DeepSpeed, the reason).
-
-    Raises InputError if DeepSpeed is requested but not installed, or requested with --deterministic.
-    """
+    """Return (whether to use DeepSpeed, reason). Raises InputError if DeepSpeed is requested but cannot be used."""
     if args.use_ddp or args.eval_only or args.predict:
         return False, "--use_ddp" if args.use_ddp else "no training"
     if args.use_deepspeed or args.deepspeed_config or args.enabled:
@@ -797,9 +784,9 @@ def read_deepspeed_config(args: Namespace) -> dict:
 
 
 def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str:
-    """Return the precision set by --mixed_precision, --config (`fp16`) or the DeepSpeed config, in this order.
+    """Return the precision from --mixed_precision, `fp16` in --config or the DeepSpeed config, in this order.
 
-    Returns "auto" if none of them sets a precision. Without a GPU, only --mixed_precision counts.
+    Returns "auto" if none of them is set. Without a GPU, only --mixed_precision counts.
     """
     if args.mixed_precision != "auto" or device.type != "cuda":
         return args.mixed_precision
@@ -813,10 +800,7 @@ def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str
 
 @dataclass
 class Settings:
-    """Settings of a run, resolved from flags, config files and hardware.
-
-    config: the DeepSpeed config; {} without DeepSpeed. banner: {title: text}, printed when training starts.
-    """
+    """Settings of a run. config: DeepSpeed config, or {} without DeepSpeed. banner: {title: text} to print."""
 
     args: Namespace
     precision: str
@@ -851,7 +835,7 @@ def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
 
 
 def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
-    """Return {split: Questions}, limited by --max_samples and, for validation during training, by --eval_samples."""
+    """Return {split: Questions}. Raises InputError if the split to train or evaluate on has no questions."""
     limits = dict.fromkeys(SPLITS, args.max_samples)
     if not args.eval_only:
         limits["val"] = min(filter(None, (args.max_samples, args.eval_samples)), default=0)
@@ -863,7 +847,7 @@ def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
 
 
 def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Questions], settings: Settings) -> int:
-    """Train, validate and test the best weights; return the process's exit code. Call on all ranks."""
+    """Train, then test the best weights; return the exit code. Call on all ranks."""
     data, device = sets["train"].data, run.ranks.device
     batch = run.plan_batches(
         model,
@@ -897,7 +881,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
         )
     else:
         if device.type == "cuda":
-            # channels_last only without DeepSpeed, because DeepSpeed needs contiguous weights
+            # not with DeepSpeed, because DeepSpeed needs contiguous weights
             model.image.to(memory_format=torch.channels_last)
         engine = make_engine(*parts, saved=run.checkpoint)
 
@@ -922,7 +906,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Evaluate (--eval_only), predict (--predict) or, with neither flag, train; return the process's exit code."""
+    """Evaluate (--eval_only), predict (--predict) or, with neither flag, train; return the exit code."""
     settings = choose_settings(args, ranks)
     args, data = settings.args, None
     with du.agree_on_errors():
@@ -962,7 +946,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 def main(args: Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.device_count():
-        # without DS_ACCELERATOR=cpu, DeepSpeed would search for a GPU and print a warning
+        # otherwise DeepSpeed would search for a GPU and print a warning
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

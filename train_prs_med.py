@@ -225,9 +225,9 @@ class PRSMed(nn.Module):
     def causal(self, embeddings: Tensor) -> dict:
         """Return keyword arguments that make the language model's attention causal.
 
-        Flash attention accepts no mask, so a cache that stores nothing is passed; without the cache, transformers would
-        search the batch for packed sequences and wait for the GPU. Activation checkpointing forbids a cache and needs a
-        mask.
+        Attention is causal by default, and flash attention takes no mask. Pass a dummy cache: without one, transformers
+        would search the batch for packed sequences, which waits for the GPU. Activation checkpointing allows no cache,
+        so pass a mask then.
         """
         if not self.checkpointing:
             return {"past_key_values": NoCache(), "use_cache": True}
@@ -274,7 +274,7 @@ def gather_states(hidden: Tensor, indices: Tensor) -> Tensor:
 
 
 def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str, example: str) -> str:
-    """Return `given` or, if it is None, the first subfolder of `root` with a model of a type in `kinds`.
+    """Return `given` or, if it is None, the first subfolder of `root` whose model type is in `kinds`.
 
     Raises InputError if there is no suitable model.
     """
@@ -413,7 +413,9 @@ def fingerprint(model: nn.Module) -> Tensor:
 
 
 def load_weights(model: PRSMed, saved: dict) -> None:
-    """Load the trained weights. Raises InputError if the architecture or the frozen weights are different."""
+    """Load the trained weights. Raises InputError if the architecture or the frozen weights do not match the
+    checkpoint.
+    """
     base, own = saved["base"], fingerprint(model)
     # allow for rounding: either run may have loaded the base model in bf16, which has 7 mantissa bits
     if base.shape != own.shape or not torch.allclose(base, own, rtol=2**-7, atol=1e-6, equal_nan=True):
@@ -494,7 +496,7 @@ class PositionData(Dataset):
     """Data set of annotation rows: questions about images, with masks and answers.
 
     An empty path in a row gives a blank image or mask. reword: share of questions to reword in each epoch. absent:
-    share of questions to replace by a question about a structure that only other modalities show.
+    share of questions to replace with one about a structure found only in other modalities.
     """
 
     def __init__(
@@ -805,7 +807,7 @@ def test(
     if "train" in sets:
         # the training rows, without augmentation or rewording
         known = PositionData(sets["train"].rows, data.processor, data.caches)
-        # with several ranks, rank 0 trains only the UNet
+        # with several ranks, rank 0 trains the UNet and the other ranks fit the other baselines
         (rank, size), own = du.world(), {}
         busy = int(args.unet_steps > 0 and size > 1)
         try:
@@ -818,7 +820,8 @@ def test(
             # a collective could time out while rank 0 trains the UNet
             ranks.wait_for_main("the UNet")
         parts = du.gather_objects(own)
-        # a rank that fitted no structure has no names, so collect the names from all ranks; the UNet comes last
+        # a rank without structures does not know the baselines' names, so gather them from all ranks; the UNet comes
+        # last
         for name in {name: None for part in (*parts[1:], parts[0]) for name in part}:
             rows = [row for part in parts for row in part.get(name, [])]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
@@ -911,8 +914,8 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData], base: Tensor, described: str) -> int:
     """Call on all ranks. Train the model, validate after each epoch and test the best checkpoint.
 
-    base: fingerprint() of the frozen weights. described: the precision, for the banner. Returns 0 or, after a stop
-    signal, the exit code for that signal.
+    base: fingerprint() of the frozen weights. described: description of the precision, to print in the banner. Returns
+    0 or, after a stop signal, the exit code for that signal.
     """
 
     def try_once(size: int) -> None:

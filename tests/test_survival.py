@@ -436,6 +436,8 @@ def test_validation_fold_does_not_leak_into_the_model(table, tmp_path):
     assert first.drop(changed.astype(int)).equals(second.drop(changed.astype(int)))
     assert not first["log_hazard"].equals(second["log_hazard"])
     assert load_json(tmp_path / "a/baseline.json") == load_json(tmp_path / "b/baseline.json")
+    saved = [torch.load(max((tmp_path / name).glob("step_*.pt"))) for name in "ab"]
+    assert all(saved[0][name] == saved[1][name] for name in ("columns", "cox_models"))
 
 
 def test_prediction_of_a_table(trained, table, tmp_path, capsys):

@@ -45,10 +45,10 @@ def head_of(question_type: str) -> str | None:
 
 
 def target_of(question: dict, head: str) -> tuple[int | None, str]:
-    """Return (index of the target class, ""), or (None, reason) if the question's main answers determine no class.
+    """Return (index of the target class, ""), or (None, reason) if the main answers determine no class.
 
     The binary head uses the sign of the first main answer, reversed for `is_normal` questions. The other heads use the
-    first class that a main answer names. Negative answers come last, because they may name absent findings.
+    first known class. Negative answers come last, because they may name absent findings.
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:

@@ -1,13 +1,10 @@
-"""Convert chest X-rays and questions to files that train_mimic_cxr.py maps into memory.
+"""Convert chest X-rays and questions to memory-mapped files for train_mimic_cxr.py.
 
-OUT/studies.parquet       one row per study: path of the image, patient, split, view, sex, age, and 14 CheXpert labels
+OUT/studies.parquet       image path, patient, split, view, sex, age and 14 CheXpert labels of each study
                           (1 present, 0 absent, -1 uncertain, NaN unknown)
-OUT/questions.arrow       one row per question: index of the study, answer head, target class, question type, text;
-                          sorted by split and study
+OUT/questions.arrow       study index, answer head, target class, type and text of each question
 OUT/images_<side>.u8      decoded images, (studies, side, side) uint8
 OUT/prepared.json         sources, settings, and counts of used and excluded data
-
-All files are written to a temporary folder, which is renamed to OUT at the end.
 """
 
 import argparse
@@ -69,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of patients in train, val and test, for a table without a split column",
     )
     add("--seed", type=int, default=0, help="seed of --split; with it, a patient's name determines the split")
-    # joblib counts the usable CPU cores; on Windows, it returns at most 61, the limit of process pools
+    # joblib returns at most 61 on Windows, the limit of a process pool
     add("--workers", type=whole(1), default=joblib.cpu_count(), help="number of processes")
 
 
@@ -100,9 +97,9 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 
 
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
-    """Return one row per study with an image in this view, and counts of excluded studies by reason.
+    """Return one row per study with an image in this view, and {reason: number of excluded studies}.
 
-    The studies are sorted by split. Raises InputError if a file is unreadable, a patient is in two splits, or no image
+    The rows are sorted by split. Raises InputError if a file is unreadable, a patient is in two splits, or no image
     exists.
     """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
@@ -139,7 +136,7 @@ def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFra
 
 
 def find_release(root: Path, grade: str) -> Path:
-    """Return the folder that contains the questions (qa/ or qa.zip): `root` or root/exports/<grade>_frontal."""
+    """Return the folder that contains qa/ or qa.zip: `root` or root/exports/<grade>_frontal."""
     for folder in (root, root / "exports" / f"{grade.rstrip('+')}_frontal"):
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             return folder
@@ -147,10 +144,7 @@ def find_release(root: Path, grade: str) -> Path:
 
 
 def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
-    """Return a function that maps a study_id to the ids of its questions with at least this quality grade.
-
-    The grades are in metadata/question_metadata.parquet, not in the question files.
-    """
+    """Return a function that maps a study_id to the ids of its questions with at least this quality grade."""
     path = release / "metadata" / "question_metadata.parquet"
     good = GRADES[GRADES.index(grade) :]
     studies, ids = [np.empty(0, np.int64)], []
@@ -161,7 +155,7 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
             kept = [rank for rank, name in enumerate(rating) if name and re.sub(r"^\d+_", "", name) in good]
             batch = batch.filter(pc.is_in(batch[RATING].indices, pa.array(kept, pa.int32())))
             studies.append(pc.cast(pc.utf8_slice_codeunits(batch["study_id"], 1), pa.int64()).to_numpy())
-            # large_string, because all question ids together may exceed the 2 GB limit of pyarrow's string arrays
+            # large_string, because a pyarrow string array is limited to 2 GB
             ids.append(pc.cast(batch["question_id"], pa.large_string()))
     except (OSError, KeyError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read ({error}); download it again, or --grade all") from None
@@ -179,18 +173,15 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
 
 @functools.cache
 def open_release(release: Path) -> Path | zipfile.Path:
-    """Return the folder `release` if it contains a folder qa/, otherwise its qa.zip.
-
-    Cached, so that each process reads the 227,827 file names in qa.zip only once.
-    """
+    """Return `release` or its qa.zip. Cached, because opening qa.zip reads 227,827 file names."""
     return release if (release / "qa").is_dir() else zipfile.Path(release / "qa.zip")
 
 
 def read_part(job: tuple) -> tuple[pa.Table, Counter]:
-    """Return the questions of some studies as a table, and counts of excluded studies and questions by reason.
+    """Return a table of the questions of some studies, and {reason: number of excluded studies or questions}.
 
-    job: (folder of MIMIC-Ext-CXR-QBA, index of the first study, [(subject_id, study_id), ...], question ids to keep).
-    The question ids are a list with one set per study, or None to keep all questions.
+    job: (MIMIC-Ext-CXR-QBA folder, index of the first study, [(subject_id, study_id), ...], question ids to keep). The
+    question ids are a list with one set per study, or None to keep all questions.
     """
     release, first, studies, good = job
     rows, left_out = [], Counter()
@@ -244,9 +235,9 @@ def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFram
 
 
 def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
-    """Return the CheXpert labels in a row of the user's table as {label: 1, 0 or -1}.
+    """Return {CheXpert label: 1, 0 or -1} for a row of the user's table.
 
-    A column "labels" lists the present labels, and all other labels are 0. Otherwise, each label has its own column.
+    A column "labels" lists the labels that are present. Otherwise, each label has its own column.
     """
     present = [name.strip().lower() for name in row.get("labels", "").split(";") if name.strip()]
     present = ["no finding" if name == "none" else name for name in present]
@@ -264,9 +255,9 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 
 
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
-    """Return image, patient, split, known labels and, if given, view, sex and age from a row of the user's table.
+    """Return image, patient, split, labels and, if given, view, sex and age from a row of the user's table.
 
-    By default, each image is a separate patient, and the patient's name and --seed determine the split.
+    Without a patient column, each image counts as a separate patient.
     """
     image, split = row["image"], row.get("split", "")
     if ".." in Path(image).parts and not Path(image).is_absolute():
@@ -284,10 +275,7 @@ def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Name
 
 
 def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
-    """Return (index of the answer head, index of the answer's class, type, text) for a question in the user's table.
-
-    If the row names no head, the answer determines the head.
-    """
+    """Return (index of the answer head, index of the class, question type, text) for a row of the user's table."""
     answer, text = row.get("answer", "").lower(), row["question"]
     head = row.get("head", "").lower() or next((name for name in HEADS if answer in CLASS_OF[name]), None)
     if not text:
@@ -301,7 +289,7 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 
 
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
-    """Read the user's table of images, questions, answers and labels; return (studies, questions, empty Counter).
+    """Read the user's table; return (studies, questions, empty Counter).
 
     Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question.
     """
@@ -346,9 +334,9 @@ def decode(path: str | Path, side: int) -> np.ndarray:
 
 
 def decode_part(job: tuple) -> list[tuple[int, str]]:
-    """Decode images into the image file; return [(index of the study, error message)] for unreadable images.
+    """Decode images into the output file; return [(index of the study, error message)] for unreadable images.
 
-    job: (image file, side in pixels, index of the first study, paths of the images).
+    job: (output file, side in pixels, index of the first study, image paths).
     """
     file, side, first, paths = job
     pixels, problems = np.zeros((len(paths), side, side), np.uint8), []
@@ -366,7 +354,7 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
 
 def write(args: argparse.Namespace, folder: Path) -> None:
     own = len(args.source) == 1
-    # without gc.disable, the worker processes would spend half their time on garbage collection
+    # without gc.disable, the workers would spend half their time on garbage collection
     with ProcessPoolExecutor(args.workers, initializer=gc.disable) as pool:
         studies, rows, left_out = read_own(args) if own else read_releases(args, pool)
         if not len(rows):
@@ -402,7 +390,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     metadata |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     metadata |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
-        # a resumed training run uses this digest to check that the questions are unchanged
+        # lets a resumed training run detect changed questions
         metadata["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
@@ -441,7 +429,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """Return [0, end of train, end of val, end of test] as row numbers of the questions, which are sorted by split."""
+    """Return the row numbers [0, end of train, end of val, end of test] of the questions, sorted by split."""
     sizes = studies["split"].value_counts().reindex(SPLITS, fill_value=0)
     # np.searchsorted would copy `study` if the dtypes differed
     return [0, *np.searchsorted(study, sizes.cumsum().to_numpy(study.dtype)).tolist()]
@@ -452,8 +440,8 @@ class Prepared:
     """Contents of a folder that prepare() wrote; images and questions are memory-mapped.
 
     images: (studies, side, side) uint8. labels: (studies, 14) CheXpert labels 1, 0, -1 (uncertain) or NaN. study, head,
-    target: (questions,) indices of each question's study, answer head and target class. type, question: (questions,)
-    indices into `types` and `texts`. bounds: result of split_bounds().
+    target: (questions,) indices of the study, answer head and target class. type, question: (questions,) indices into
+    `types` and `texts`. bounds: result of split_bounds().
     """
 
     folder: Path

@@ -16,13 +16,13 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
 from tasks.mimic_cxr.prepare import Prepared
 from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
-# maximum number of questions in each ablation; maximum number of training or validation questions for image baselines
+# maximum questions per ablation; maximum training or validation questions for the image baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# image baselines: maximum number of classifiers (one per question text); maximum number of principal components
+# image baselines: maximum classifiers (one per question text); maximum principal components
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
-# {column: one value per question}: the columns in COLUMNS and, after answer_questions(), the model's answers
+# {column: one value per question}: COLUMNS and, after answer_questions(), the model's answers
 Rows = dict[str, ndarray]
 COLUMNS = ("study", "head", "target", "type", "question")
 
@@ -31,10 +31,10 @@ COLUMNS = ("study", "head", "target", "type", "question")
 
 
 def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
-    """Return the area under the ROC curve of each label in R bootstrap resamples of S studies, as an array (R, labels).
+    """Return the AUROC (R, labels) of each label in R bootstrap resamples of S studies.
 
-    scores: (S, labels). truth: (S, labels), 1, 0 or any other value if unknown. counts: (R, S), how often each resample
-    contains each study. The area is NaN if a resample has no positive or no negative study.
+    scores: (S, labels). truth: (S, labels) with 1, 0 or any other value for unknown. counts: (R, S), how often each
+    resample contains each study. The AUROC is NaN if a resample lacks positive or negative studies.
     """
     areas = np.full((len(counts), scores.shape[1]), np.nan)
     for label in range(scores.shape[1]):
@@ -87,9 +87,9 @@ def score(rows: Rows, labels: ndarray, head_weight: dict, chexpert_weight: float
 def most_frequent_targets(
     keys: ndarray, heads: ndarray, targets: ndarray, wanted: ndarray, wanted_heads: ndarray
 ) -> ndarray:
-    """Return the most frequent target class (M,) for each wanted pair (key, answer head); -1 if a pair never occurs.
+    """Return the most frequent target class (M,) for each wanted (key, answer head) pair; -1 for an unknown pair.
 
-    keys, heads, targets: (N,), one entry per question. A key is an integer property of the question, such as its type.
+    keys, heads, targets: (N,), one entry per question. A key is an integer, such as the question type.
     """
     codes, counts = np.unique((keys.astype(np.int64) * 4 + heads) * 64 + targets, return_counts=True)
     codes = codes[np.lexsort((counts, codes // 64))]
@@ -101,9 +101,9 @@ def most_frequent_targets(
 
 
 def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
-    """Answer questions with the most frequent training answer, by question type ("majority") or text ("question_only").
+    """Return the most frequent training answer by question type ("majority") and by text ("question_only").
 
-    If a text does not occur in the training data, "question_only" gives the "majority" answer.
+    For a text that is not in the training data, "question_only" gives the "majority" answer.
     """
     majority, question = (
         most_frequent_targets(train[name], train["head"], train["target"], rows[name], rows["head"])
@@ -113,10 +113,10 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 
 
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
-    """Give the most frequent training answer for the same question text and the same value of a CheXpert label.
+    """Predict answers with a table from (question text, value of a CheXpert label) to the most frequent answer.
 
     Each text uses the label that best predicts its training answers. labels: (studies, 14) true labels, used for
-    `train`; `rows` contains predicted labels. fallback: (N,) answers to use if no label yields an answer.
+    `train`; `rows` contains predicted labels. fallback: (N,) answers for questions that are not in the table.
     """
     names, text = np.unique(train["question"], return_inverse=True)
     known, target, heads = labels[train["study"]], train["target"], train["head"]
@@ -168,8 +168,7 @@ def components(features: ndarray, fitted: int) -> ndarray:
     x = StandardScaler().fit(features[:fitted]).transform(features.astype(float))
     count = min(COMPONENTS, fitted, x.shape[1])
     pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
-    # Drop components without variance, because whitening would amplify their rounding errors. Keep at least one
-    # component, because scikit-learn cannot fit zero features.
+    # Drop components without variance, because whitening would amplify their rounding errors; keep at least one.
     return pca.transform(x)[:, : max(1, (pca.explained_variance_ > 1e-6).sum())]
 
 
@@ -177,7 +176,7 @@ def fit_logistic(x: ndarray, target: ndarray, penalty: float):
     """Fit a logistic regression; `penalty` is the weight of the L2 penalty relative to the mean loss."""
     from sklearn.linear_model import LogisticRegression
 
-    # small tolerance, so that rounding differences between processors do not change any answer
+    # small tolerance, so that rounding differences between processors do not change answers
     return LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000).fit(x, target)
 
 
@@ -186,9 +185,9 @@ def answers_from_features(
 ) -> tuple[ndarray, ndarray]:
     """Predict answers and CheXpert labels by logistic regression on principal components of image features.
 
-    The regressions are fitted to `train`, and their L2 penalties are selected on `val`. features: one row per distinct
-    study of `train`, then of `val`, then of `rows`. labels: (studies, 14) true labels. fallback: (N,) answers for rare
-    question texts. Returns (answers (N,), CheXpert scores (S, 14) of the distinct studies in `rows`).
+    The L2 penalty is selected on `val`. features: one row per distinct study of `train`, then of `val`, then of `rows`.
+    labels: (studies, 14) true labels. fallback: (N,) answers for rare question texts. Returns (answers (N,), CheXpert
+    scores (S, 14) of the distinct studies in `rows`).
     """
     studies = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(studies[0]))
@@ -233,7 +232,7 @@ class SplitResults:
         self.right, self.patients = (rows["predicted"] == rows["target"]).astype(float), patients[rows["study"]]
         self.studies, first = np.unique(rows["study"], return_index=True)
         self.truth, self.probability = data.labels[self.studies], rows["chexpert"][first]
-        # how often each study occurs in the data (row 0) and in each of 1000 bootstrap resamples of the patients
+        # (1 + 1000, studies): how often each study occurs in the data, then in each bootstrap resample of the patients
         once = np.ones(len(self.studies))
         self.counts = np.vstack([once, resample_cases(patients[self.studies], once)])
         self.areas = aurocs(self.probability, self.truth, self.counts)
@@ -242,7 +241,7 @@ class SplitResults:
 def print_tables(
     results: SplitResults, train: Rows, fitted: Rows, val: Rows, features: dict[str, ndarray], ablations: dict
 ) -> dict[str, float]:
-    """Print the scores of the network, the baselines and the ablations; return the scores as {name: value}.
+    """Print and return the scores of the network, the baselines and the ablations.
 
     fitted, val: training and validation questions for the image baselines. features: {image baseline: image features}.
     ablations: {ablation: (question indices, answers)}.
@@ -343,7 +342,7 @@ def add_mean(metrics: dict, key: str, values: ndarray, patients: ndarray, sign: 
 
 
 def add_area(metrics: dict, key: str, areas: ndarray, sign: str = "") -> str:
-    """Add an AUROC, or a difference of two AUROCs, and its confidence interval to `metrics`; return both as text.
+    """Like add_mean(), but for an AUROC or a difference of two AUROCs.
 
     areas: the value in the data, followed by the values in the bootstrap resamples.
     """
@@ -409,7 +408,7 @@ def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, 
 
 
 def draw(rows: Rows, data: Prepared):
-    """Return a figure: X-rays with wrong and right answers, the labels' ROC curves and a calibration curve."""
+    """Return a figure of wrong and right answers, ROC curves of the labels and a calibration curve."""
     from matplotlib.figure import Figure
     from torchmetrics.functional.classification import binary_roc
 

@@ -1,12 +1,7 @@
 """Write a small synthetic data set in the formats of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA, and two tiny encoders.
 
-Wherever a finding can occur, the image shows either the finding or a harmless look-alike that differs only in shape:
-
-- lung lesion: a ring, like a cavity; look-alike: a blob of the same total brightness;
-- pneumothorax: a dark apex with a smooth border; look-alike: a skin fold with a wavy border;
-- pleural effusion: a smooth meniscus; look-alike: a scalloped diaphragm with a wavy border;
-- cardiomegaly: a wide heart with a smooth, sharp border; look-alike: fat with a wavy, blurred border;
-- support devices: a straight catheter above the lung; look-alike: a wavy skin crease.
+Wherever a finding can occur, the image shows either the finding or a harmless look-alike of a different shape. A lung
+lesion is a ring, and its look-alike is a blob. The other findings are smooth, and their look-alikes are wavy.
 
 As in the published data sets, some fields are empty, some labels are uncertain and some answers match no class.
 """
@@ -32,7 +27,7 @@ PLACES = [(entity, side) for entity in (*IN_LUNG, "support devices") for side in
 REGIONS = {"pleural effusion": "costophrenic angle", "pneumothorax": "lung apex", "support devices": "upper lung zone"}
 GRADES = ("1_D", "3_B", "4_A", "5_A+", None)
 VIEWS = {"PA": "postero-anterior", "AP": "antero-posterior"}
-# {(finding, side of the body): 0 to 2}; the value is the severity or, for a lung lesion, the lung zone
+# {(finding, side of the body): severity or, for a lung lesion, lung zone; both are 0 to 2}
 Findings = dict[tuple[str, str], int]
 
 
@@ -142,14 +137,14 @@ def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
     y, x = np.mgrid[:size, :size] * 64 / size
     x = x - 32 - rng.uniform(-2.5, 2.5)
     y = y - 35 - rng.uniform(-2.5, 2.5)
-    # half the width of the chest; half the height of the lungs
+    # half the chest width; half the lung height
     width, height = rng.uniform(20, 27.5), rng.uniform(22.5, 25.5)
     coarse = Image.fromarray(rng.uniform(-1, 1, (6, 6)).astype(np.float32))
     image = 0.62 + 0.06 * np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC))
     image = image + 0.1 * soft(0.06 * width - abs(x))
     v = y / height
     for side in SIDES:
-        # horizontal position: u runs from 0 at the spine to 1 at the chest wall, `across` from -1 to 1 within the lung
+        # u: 0 at the spine, 1 at the chest wall; across: -1 to 1 within the lung
         u = (x if side == "left" else -x) / width
         across = (u - 0.61) / 0.37
         lung = soft(0.37 * width * (1 - (abs(across) ** 3 + abs(v) ** 3) ** (1 / 3)))
@@ -223,7 +218,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
     present = list(findings)
     for _ in range(5):
-        # about half of these questions have the answer yes; many others ask about a finding on the wrong side
+        # about half of the answers are yes; many other questions name the wrong side
         entity, side = PLACES[rng.integers(len(PLACES))]
         if present and rng.random() < 0.7:
             entity, side = present[rng.integers(len(present))]
@@ -244,7 +239,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
     first = next(iter(diseases), None)
     add("B03_is_abnormal", "Is the study abnormal?", first)
     add("B04_is_normal", "Is everything normal?", first)
-    # this answer names no severity, so data preparation must exclude the question
+    # this answer has no severity, so data preparation must exclude the question
     add("D04_how_severe_is_finding", "How severe is the scar?", positiveness="neutral")
     return questions
 
@@ -264,7 +259,7 @@ def write_encoders(out: Path, texts: set[str], seed: int) -> None:
     convnext = hf.ConvNextModel(hf.ConvNextConfig(**sizes, image_size=64, layer_scale_init_value=1.0))
     for weight in convnext.parameters():
         if weight.dim() > 1:
-            # the default standard deviation of 0.02 is too small for such narrow layers: the activations would vanish
+            # with the default standard deviation of 0.02, the activations of such narrow layers would vanish
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     convnext.save_pretrained(out / "convnext_tiny")
     settings = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}

@@ -28,23 +28,19 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_installed() -> bool:
-    """Return whether DeepSpeed is installed, without the slow import."""
+    """Return whether DeepSpeed is installed, without importing it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ZeRO-3 shards the weights.
-
-    If so, each forward pass gathers weights from all ranks, so all ranks must run the same number of forward passes.
-    """
+    """Return whether ZeRO-3 shards the weights; if it does, a forward pass is a collective operation."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def read_zero_config(path: str) -> dict:
-    """Read a DeepSpeed config file and check the blocks zero_optimization, fp16 and bf16.
+    """Read and check a DeepSpeed config file.
 
-    Raises InputError if the file is invalid or sets a value that only the script's flags may set, such as the batch
-    size.
+    Raises InputError if the file is invalid or sets a value that belongs to the script's flags, such as the batch size.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -108,8 +104,7 @@ class ZeroEngine(Engine):
         # use gloo instead of DeepSpeed's shared-memory collectives, which need a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        # copy the fp32 weights, because DeepSpeed rounds them to half precision before it creates its fp32 master
-        # weights
+        # copy the fp32 weights, because DeepSpeed rounds them before it creates its fp32 master weights
         weights = {name: parameter.detach().float().cpu().clone() for name, parameter in self.parameters}
         self.wrapped, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, config=self.filled_config(), dist_init_required=False
@@ -118,21 +113,21 @@ class ZeroEngine(Engine):
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         scales = saved["scaler"] if saved else {}
         for name in SCALER:
-            # a checkpoint from torch's GradScaler contains only the loss scale
+            # torch's GradScaler saves the loss scale as "scale" and does not save the other values
             value = scales.get(name, scales.get("scale") if name == "cur_scale" else None)
             if value is not None and hasattr(scaler, name):
                 setattr(scaler, name, value)
 
     def filled_config(self) -> dict:
-        # the training script implements activation checkpointing itself; fp16 and bf16 are set below
+        # the script implements activation checkpointing itself; fp16 and bf16 are set below
         replaced = ("fp16", "bf16", "activation_checkpointing")
         config = {key: value for key, value in self.config.items() if key not in replaced}
         config |= {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
-            # 1, because around_micro_batch() marks the micro-batch that ends a step
+            # 1, because around_micro_batch() marks the last micro-batch of a step
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip,
-            # keep torch's AdamW: unlike DeepSpeed's AdamW, it can resume bit for bit
+            # use torch's AdamW, because DeepSpeed's AdamW does not resume bit for bit
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1 << 40,
@@ -198,8 +193,7 @@ class ZeroEngine(Engine):
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # DeepSpeed links the optimizer state to the parameters after the first group's first step, so the state of all
-        # groups must exist by then
+        # the state of all groups must exist before DeepSpeed links it to the parameters
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}
@@ -236,7 +230,7 @@ def _write_shard(parameter: nn.Parameter, value: Tensor, key: str | None) -> Non
         else:
             deepspeed.safe_set_full_fp32_param(parameter, value)
         return
-    # ZeRO stage 3 cuts the flattened tensor into equal shards and pads the last shard
+    # ZeRO stage 3 splits the flattened tensor into equal shards and pads the last shard
     length = parameter.ds_tensor.numel()
     flat = torch.zeros(length * dist.get_world_size(), dtype=torch.float32)
     flat[: value.numel()] = value.flatten()

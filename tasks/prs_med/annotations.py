@@ -155,7 +155,7 @@ def open_mask(path: str | Path) -> np.ndarray:
 
 
 def is_label_map(values: np.ndarray) -> bool:
-    """Return whether a mask (H, W) has several areas with different values above 0.
+    """Return whether a mask (H, W) contains several different labels.
 
     Intermediate values at soft edges are ignored.
     """
@@ -253,7 +253,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
             digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
             if kind == "image":
                 return FileCheck(*stamp, *image.size, digest, 0, False)
-            # the colours of a label map still differ after the conversion to grey
+            # the labels of a coloured label map stay distinct in greyscale
             label_map = is_label_map(np.asarray(image.convert("L")))
             return FileCheck(*stamp, *image.size, digest, int(content.sum()), label_map)
         except Exception as error:
@@ -270,7 +270,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
     problems = [result for result in checks.values() if isinstance(result, str)]
     known |= {key: result for key, result in checks.items() if isinstance(result, FileCheck)}
     partial = cache.with_name(f"{cache.name}.{os.getpid()}")
-    # if the data folder is read-only, the next run checks all files again
+    # a read-only data folder cannot store the cache; the next run then checks all files again
     with contextlib.suppress(OSError):
         partial.write_text(json.dumps(known))
         os.replace(partial, cache)

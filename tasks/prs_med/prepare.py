@@ -120,7 +120,7 @@ def list_files(folder: Path) -> dict[str, Path]:
 
 
 def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[str]) -> tuple[Path | None, str]:
-    """Return a mask's image (None if there is none) and structure, both found from the mask's file name.
+    """Find a mask's image (or None) and its structure from the mask's file name.
 
     key: the mask's key in list_files(). Structure names and MASK_WORDS are removed from the end of the key until an
     image has this key. The structure is "" if it is unknown.
@@ -159,7 +159,7 @@ def read_patients(args: Namespace) -> dict[str, tuple[str, str]]:
 
 
 def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) -> dict[str, np.ndarray]:
-    """Split a label map (H, W), or convert a mask (H, W), to {structure name: bool mask (H, W)}.
+    """Split a label map or mask (H, W) into {structure name: bool mask (H, W)}.
 
     labels: {label value: structure name, or "-" to skip the value}. Raises ValueError if a structure's name is unknown.
     """
@@ -185,7 +185,7 @@ def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list
     try:
         if image.is_file() and not re.search(VOLUME, image.name):
             pixels, path = open_upright(image, args.window), mask
-            # read label values unchanged, but open a mask as training does: rotated by its EXIF tag, in 8 bits
+            # read label maps unchanged; open masks as training does: 8-bit, with EXIF rotation applied
             values = np.asarray(Image.open(mask) if args.labels else open_upright(mask).convert("L"))
             if values.ndim > 2:
                 raise ValueError("labels in colours; write them as numbers in one channel")

@@ -41,7 +41,7 @@ def evenly_spaced(items, most: int) -> list:
 
 
 def case_of(row: Row) -> str:
-    """Return the patient or, if unknown, the image: confidence intervals treat the rows of a case as dependent."""
+    """Return the row's case, the unit of confidence intervals: its patient or, if unknown, its image."""
     return row.patient or row.identity
 
 

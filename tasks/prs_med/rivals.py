@@ -31,7 +31,7 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
     """Fit the baselines to `train`; return {name of the baseline: scores on `test`, one dict per row}.
 
     Each rank handles only its share of the structures. If a structure has too few training rows, the baselines are
-    fitted to all rows of its modality or to all training rows.
+    fitted to its whole modality or, failing that, to all training rows.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
@@ -82,7 +82,9 @@ def read_example(data, index: int, step: int) -> Example:
 
 
 def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
-    """Return the median number of connected regions per mask, and whether masks touch the image edge."""
+    """Return the median number of connected regions per mask, and whether more than 5 % of the masks touch the image
+    edge.
+    """
     parts, touching = [], []
     for mask in (row.mask for row in rows if row.mask.any()):
         sizes = np.bincount(ndimage.label(mask)[0].ravel())[1:]
@@ -99,7 +101,7 @@ def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int
         found = [in_band(row.gray[::step, ::step], band, parts, touching) for row in rows]
         return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
 
-    # a coarse grid search for lo <= grey level < hi, then a finer search that keeps lo = 0 and hi = 256
+    # a coarse grid search for lo <= grey level < hi, then a finer one that leaves bounds of 0 and 256 unchanged
     lo, hi = max(combinations(range(0, 257, 16), 2), key=score)
     near = range(-12, 13, 4)
     return max(product([lo + i for i in near if lo] or [0], [hi + i for i in near if hi < 256] or [256]), key=score)

@@ -21,7 +21,7 @@ def fold_relative_positions(encoder: nn.Module) -> None:
 
 
 def make_relative_positions_deterministic(encoder: nn.Module) -> None:
-    """On a CPU, look up SAM's relative position embeddings with distance_table().
+    """On a CPU, make SAM look up its relative position embeddings with distance_table().
 
     SAM's own lookup is not deterministic: its backward pass sums gradients in several threads in no fixed order.
     """

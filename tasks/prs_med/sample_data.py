@@ -264,8 +264,8 @@ def set_image_filters(tower, projector) -> None:
     tower.position_embedding.weight.zero_()
     tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([angles.sin(), angles.cos()], 1)
 
-    # linear_1 splits each feature into its positive and its negative part; linear_2 adds the parts of wave features to
-    # discard the sign, and subtracts the parts of all other features
+    # linear_1 splits each feature into its positive and negative part. linear_2 adds the two parts of the wave filters'
+    # features, which discards the sign, and subtracts those of the other features.
     projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
     strength = torch.randn(2 * width, n)
     strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)

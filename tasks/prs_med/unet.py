@@ -1,4 +1,4 @@
-"""Baseline: a small UNet with one output channel per structure in the training set; it reads no questions."""
+"""Baseline: a small UNet that ignores the question and has one output channel per training structure."""
 
 import math
 from collections import defaultdict
@@ -101,7 +101,8 @@ def unet_scores(
 
 
 def augment(pixels: Tensor, masks: Tensor, image_of: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Apply a random affine transform to each image (B, 3, S, S) and its masks (N, S, S); add gain and noise.
+    """Apply a random affine transform to each image (B, 3, S, S) and its masks (N, S, S); vary the image's gain and add
+    noise.
 
     image_of: (N,), image index of each mask.
     """

@@ -23,7 +23,7 @@ ANSWERS = (
 )
 ABSENT = "There {is} no {name} in this image."
 
-# templates of reworded training questions, combined by draw()
+# templates for rewording training questions, combined by draw()
 REQUESTS = (
     "{name}",
     "the {name}",
@@ -67,7 +67,7 @@ your
 """.split()
 PUNCTUATION = ("", "", "", ".", "?", "!", ",", ":", ";", "...", "?!", " -")
 
-# templates of reworded test questions, never used for training
+# templates for rewording test questions, never used for training
 OTHER_WORDS = (
     "Outline the {name}.",
     "{name} -> border",
@@ -113,7 +113,7 @@ def named_in(question: str, structures: list[list[str]]) -> list[str]:
 
 
 def spaced(text: str) -> str:
-    """Return a text's words in lower case, with spaces between and around them, to search for whole words."""
+    """Return a text's words in lower case, each with a space on both sides, so that whole words can be matched."""
     return " ".join(["", *re.findall(r"[^\W_]+", text.casefold()), ""])
 
 
@@ -125,7 +125,7 @@ def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
 
 
 def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
-    """Return {(modality, structure): names of the other structures in the modality, without synonyms}."""
+    """Return {(modality, structure): main names of the other structures in the modality}."""
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
         names[row.modality] |= dict.fromkeys(row.names[:1])
@@ -137,7 +137,7 @@ def other_names(rows: list) -> dict[tuple[str, str], list[str]]:
 
 
 def absent_names(rows: list) -> dict[str, list[str]]:
-    """Return {modality: names, without synonyms, of structures that occur only in other modalities}.
+    """Return {modality: main names of the structures that occur only in other modalities}.
 
     The list is empty if any row of the modality names no structure, because that row could be about any structure.
     """
@@ -191,7 +191,7 @@ def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def longest(names: Sequence[str]) -> str:
-    """Return a question about as long as the longest question from draw(), to measure peak memory."""
+    """Return a question roughly as long as draw()'s longest, for measuring peak memory."""
     name, request = max(names, key=len), max(REQUESTS, key=len)
     wording = max(EXCLUSIONS, key=len).replace("{request}", request) + 20 * f" {max(FILLERS, key=len)}"
     return fill(wording, name, name).upper()
