@@ -63,10 +63,7 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
 def set_precision(
     wanted: str, device: torch.device, deterministic: bool, convolves_3d: bool = False
 ) -> tuple[str, str]:
-    """Choose the precision and configure torch for it and for --deterministic; return (precision, text for the banner).
-
-    Raises InputError for an unsupported precision.
-    """
+    """Choose the precision and configure torch for it and for --deterministic; return (precision, banner text)."""
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")

@@ -162,8 +162,6 @@ def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
 
 
 class FusionLayer(nn.Module):
-    """Pre-norm transformer layer: cross-attention from question tokens to image tokens, followed by an MLP."""
-
     def __init__(self, dim: int, dropout: float):
         super().__init__()
         self.norm, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -178,10 +176,7 @@ class FusionLayer(nn.Module):
 
 
 class ChestModel(nn.Module):
-    """Visual question answering model with one classification head per answer type.
-
-    A separate head predicts the CheXpert labels from the image alone.
-    """
+    """Visual question answering model with one head per answer type and one head for the CheXpert labels."""
 
     def __init__(
         self, image: nn.Module, text: nn.Module, tokenizer, mean: list, std: list, args: Namespace, precision: str
@@ -230,7 +225,6 @@ class ChestModel(nn.Module):
         return features[:, 1:] if "convnext" in encoder.config.model_type else features
 
     def image_tokens(self, image: Tensor) -> Tensor:
-        """Embed images (I, 1, S, S) in [0, 255] as tokens (I, P, dim)."""
         tokens = self.project(self.image_features(image))
         if hasattr(self.image.config, "depths") and not hasattr(self.image.config, "window_size"):
             positions = grid_positions(math.isqrt(tokens.shape[1]), tokens.shape[2], tokens.device)
@@ -248,8 +242,7 @@ class ChestModel(nn.Module):
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
         """Return fp32 logits: (B, classes) for each answer head, then (B, 14) for the CheXpert labels.
 
-        image: (I, 1, S, S) in [0, 255]. ids, mask: (B, T) token ids and attention mask. image_of: (B,) index of each
-        question's image.
+        image, ids, mask, image_of: see Questions.batch().
         """
         with autocast(image.device, self.precision):
             tokens = self.image_tokens(image)
@@ -279,8 +272,8 @@ def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
 def load_encoder(path: str, flag: str, **options) -> nn.Module:
     """Load a pretrained Hugging Face encoder in fp32.
 
-    flag: "--image_encoder" or "--text_encoder". options: changes to the config; unknown keys are ignored. Raises
-    InputError if loading fails or the model is not an encoder for `flag`.
+    options: changes to the config; unknown keys are ignored. Raises InputError if loading fails or the model is not an
+    encoder for `flag`.
     """
     from transformers import AutoConfig, AutoModel, utils
 
@@ -313,7 +306,6 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> ChestModel:
-    """Build the model from pretrained encoders. Raises InputError if an encoder cannot be loaded or used."""
     from transformers import AutoTokenizer
     from transformers.image_processing_base import ImageProcessingMixin
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -381,7 +373,7 @@ class Questions(Dataset):
     """Dataset of the questions of a split. Items are only indices; batch() loads the data.
 
     limit: number of evenly spaced questions to use; 0 uses all. replacement: (studies,) index of the study whose image
-    is shown for each study; -1 shows a black image. rows: (N,) question indices to use instead of the whole split.
+    is shown for each study; -1 shows a black image. rows: question indices to use instead of the whole split.
     """
 
     def __init__(
@@ -458,7 +450,7 @@ def tokenize(tokenizer, texts: list[str]) -> dict[str, Tensor]:
 def augment(image: Tensor, augmentation: Tensor) -> Tensor:
     """Shift, rotate and zoom images (I, 1, S, S) in [0, 255], and change their brightness and gamma.
 
-    augmentation: (I, 6), in the order of STRENGTH. Images are never mirrored, because questions mention left and right.
+    Images are never mirrored, because questions mention left and right.
     """
     x, y, angle, zoom, gain, gamma = augmentation.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
@@ -472,10 +464,7 @@ def augment(image: Tensor, augmentation: Tensor) -> Tensor:
 
 
 def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy (B,) of the answers and the binary cross-entropy (B, 14) of the CheXpert labels.
-
-    answers: one logits tensor (B, classes) per answer head. chexpert: logits (B, 14).
-    """
+    """Return the cross-entropy (B,) of the answers and the binary cross-entropy (B, 14) of the CheXpert labels."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for head, logits in enumerate(answers):
         asked = batch["head"] == head
@@ -509,9 +498,9 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 
 
 def gather_rows(own: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Gather columns from all ranks on rank 0, sorted by the column "index"; return {} on other ranks.
+    """Gather rows from all ranks on rank 0, sorted by the column "index"; return {} on other ranks.
 
-    Call on all ranks. own: {column: one array per batch}. Rows with a negative index are padding and are dropped.
+    Call on all ranks. Rows with a negative index are padding and are dropped.
     """
     parts = du.gather_to_main({name: np.concatenate(batches) for name, batches in own.items()})
     parts = [part for part in parts if part]
@@ -555,7 +544,6 @@ def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: R
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """Return the losses, accuracy and AUROC of a split, and save a figure of the answers. Call on all ranks."""
     rows, metrics = answer_questions(model, data, batch_size, run, args), {}
     if run.ranks.is_main:
         metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)
@@ -567,7 +555,7 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
     """Compute image features for the baselines; return {baseline: (N, D)} on rank 0 and {} on other ranks.
 
-    Call on all ranks. studies: (N,) study indices. The baseline "encoder" uses the image encoder before fine-tuning.
+    Call on all ranks. The baseline "encoder" uses the image encoder before fine-tuning.
     """
     untrained = load_encoder(args.image_encoder, "--image_encoder").to(model.device).eval()
     own = defaultdict(list)
@@ -718,8 +706,8 @@ def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
     """Return {flag: value} for unset flags, based on the hardware (--auto_optimize) or DEFAULTS.
 
-    memory: GPU memory in GiB. compute: compute capability. Both are None without a GPU. node: (CPU cores, available RAM
-    in GiB, number of processes that share them).
+    memory: GPU memory in GiB. compute: compute capability. node: (CPU cores, available RAM in GiB, number of processes
+    that share them).
     """
     cores, ram, processes = node
     table = hardware_utils.settings_for(
@@ -835,7 +823,6 @@ def choose_settings(args: Namespace, ranks: du.Ranks) -> Settings:
 
 
 def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
-    """Return {split: Questions}. Raises InputError if the split to train or evaluate on has no questions."""
     limits = dict.fromkeys(SPLITS, args.max_samples)
     if not args.eval_only:
         limits["val"] = min(filter(None, (args.max_samples, args.eval_samples)), default=0)
@@ -847,7 +834,6 @@ def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
 
 
 def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Questions], settings: Settings) -> int:
-    """Train, then test the best weights; return the exit code. Call on all ranks."""
     data, device = sets["train"].data, run.ranks.device
     batch = run.plan_batches(
         model,
@@ -881,7 +867,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
         )
     else:
         if device.type == "cuda":
-            # not with DeepSpeed, because DeepSpeed needs contiguous weights
+            # no channels_last with DeepSpeed, because DeepSpeed needs contiguous weights
             model.image.to(memory_format=torch.channels_last)
         engine = make_engine(*parts, saved=run.checkpoint)
 
@@ -906,7 +892,6 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Evaluate (--eval_only), predict (--predict) or, with neither flag, train; return the exit code."""
     settings = choose_settings(args, ranks)
     args, data = settings.args, None
     with du.agree_on_errors():
@@ -946,7 +931,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 def main(args: Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.device_count():
-        # otherwise DeepSpeed would search for a GPU and print a warning
+        # without this variable, DeepSpeed would search for a GPU and print a warning
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

@@ -2,7 +2,7 @@
 
 OUT/studies.parquet       image path, patient, split, view, sex, age and 14 CheXpert labels of each study
                           (1 present, 0 absent, -1 uncertain, NaN unknown)
-OUT/questions.arrow       study index, answer head, target class, type and text of each question
+OUT/questions.arrow       study, answer head, target class, type and text of each question, sorted by split and study
 OUT/images_<side>.u8      decoded images, (studies, side, side) uint8
 OUT/prepared.json         sources, settings, and counts of used and excluded data
 """
@@ -99,8 +99,7 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
     """Return one row per study with an image in this view, and {reason: number of excluded studies}.
 
-    The rows are sorted by split. Raises InputError if a file is unreadable, a patient is in two splits, or no image
-    exists.
+    The rows are sorted by split.
     """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
     table = read_csv(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", names)
@@ -136,7 +135,6 @@ def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFra
 
 
 def find_release(root: Path, grade: str) -> Path:
-    """Return the folder that contains qa/ or qa.zip: `root` or root/exports/<grade>_frontal."""
     for folder in (root, root / "exports" / f"{grade.rstrip('+')}_frontal"):
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             return folder
@@ -180,8 +178,8 @@ def open_release(release: Path) -> Path | zipfile.Path:
 def read_part(job: tuple) -> tuple[pa.Table, Counter]:
     """Return a table of the questions of some studies, and {reason: number of excluded studies or questions}.
 
-    job: (MIMIC-Ext-CXR-QBA folder, index of the first study, [(subject_id, study_id), ...], question ids to keep). The
-    question ids are a list with one set per study, or None to keep all questions.
+    job: (release folder, index of the first study, [(subject_id, study_id), ...], question ids to keep). The question
+    ids are one set per study, or None to keep all questions.
     """
     release, first, studies, good = job
     rows, left_out = [], Counter()
@@ -235,10 +233,7 @@ def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFram
 
 
 def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
-    """Return {CheXpert label: 1, 0 or -1} for a row of the user's table.
-
-    A column "labels" lists the labels that are present. Otherwise, each label has its own column.
-    """
+    """Return {CheXpert label: 1, 0 or -1} for a row with a column "labels" or one column per label."""
     present = [name.strip().lower() for name in row.get("labels", "").split(";") if name.strip()]
     present = ["no finding" if name == "none" else name for name in present]
     for name in present:
@@ -255,7 +250,7 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 
 
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
-    """Return image, patient, split, labels and, if given, view, sex and age from a row of the user's table.
+    """Return {column: value} for the study in a row of the user's table.
 
     Without a patient column, each image counts as a separate patient.
     """
@@ -390,7 +385,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     metadata |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     metadata |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
-        # lets a resumed training run detect changed questions
+        # the digest lets a resumed training run detect changed questions
         metadata["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
@@ -429,7 +424,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
-    """Return the row numbers [0, end of train, end of val, end of test] of the questions, sorted by split."""
+    """Return [0, end of train, end of val, end of test]: row numbers in the table of questions."""
     sizes = studies["split"].value_counts().reindex(SPLITS, fill_value=0)
     # np.searchsorted would copy `study` if the dtypes differed
     return [0, *np.searchsorted(study, sizes.cumsum().to_numpy(study.dtype)).tolist()]

@@ -1,4 +1,4 @@
-"""Score tables, prediction files and figure for train_mimic_cxr.py.
+"""Tables of scores, prediction files and a figure for train_mimic_cxr.py.
 
 The 95 % confidence intervals are clustered by patient.
 """
@@ -16,9 +16,9 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
 from tasks.mimic_cxr.prepare import Prepared
 from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
-# maximum questions per ablation; maximum training or validation questions for the image baselines
+# maximum questions per ablation; maximum questions for fitting the image baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# image baselines: maximum classifiers (one per question text); maximum principal components
+# maximum classifiers (one per question text) and principal components of an image baseline
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
@@ -59,7 +59,7 @@ def macro(areas: ndarray) -> ndarray:
 
 
 def calibration_error(probability: ndarray, right: ndarray) -> float:
-    """Return the expected calibration error of predicted probabilities (N,), with 15 bins of equal width."""
+    """Return the expected calibration error with 15 bins of equal width."""
     from torchmetrics.functional.classification import binary_calibration_error
 
     return float(binary_calibration_error(torch.from_numpy(probability).float(), torch.from_numpy(right).long()))
@@ -101,10 +101,7 @@ def most_frequent_targets(
 
 
 def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
-    """Return the most frequent training answer by question type ("majority") and by text ("question_only").
-
-    For a text that is not in the training data, "question_only" gives the "majority" answer.
-    """
+    """Return the most frequent training answer by question type ("majority") and by text ("question_only")."""
     majority, question = (
         most_frequent_targets(train[name], train["head"], train["target"], rows[name], rows["head"])
         for name in ("type", "question")
@@ -115,8 +112,8 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
     """Predict answers with a table from (question text, value of a CheXpert label) to the most frequent answer.
 
-    Each text uses the label that best predicts its training answers. labels: (studies, 14) true labels, used for
-    `train`; `rows` contains predicted labels. fallback: (N,) answers for questions that are not in the table.
+    Each text uses the label that best predicts its training answers. The table is built with the true labels (studies,
+    14) and read with the predicted labels. fallback: (N,) answers for questions that are not in the table.
     """
     names, text = np.unique(train["question"], return_inverse=True)
     known, target, heads = labels[train["study"]], train["target"], train["head"]
@@ -153,7 +150,6 @@ def image_numbers(image: torch.Tensor) -> torch.Tensor:
     return torch.cat([mean.flatten(1), deviation.flatten(1), *histograms], 1)
 
 
-# {baseline: function from images (N, 1, S, S) in [0, 1] to features (N, D)}
 IMAGE_FEATURES = {"pixels": small_pixels, "numbers": image_numbers}
 
 
@@ -168,7 +164,7 @@ def components(features: ndarray, fitted: int) -> ndarray:
     x = StandardScaler().fit(features[:fitted]).transform(features.astype(float))
     count = min(COMPONENTS, fitted, x.shape[1])
     pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
-    # Drop components without variance, because whitening would amplify their rounding errors; keep at least one.
+    # drop components without variance, because whitening would amplify their rounding errors; keep at least one
     return pca.transform(x)[:, : max(1, (pca.explained_variance_ > 1e-6).sum())]
 
 
@@ -185,9 +181,9 @@ def answers_from_features(
 ) -> tuple[ndarray, ndarray]:
     """Predict answers and CheXpert labels by logistic regression on principal components of image features.
 
-    The L2 penalty is selected on `val`. features: one row per distinct study of `train`, then of `val`, then of `rows`.
-    labels: (studies, 14) true labels. fallback: (N,) answers for rare question texts. Returns (answers (N,), CheXpert
-    scores (S, 14) of the distinct studies in `rows`).
+    features: one row per distinct study of `train`, then of `val`, then of `rows`. labels: (studies, 14) true labels.
+    fallback: (N,) answers for rare question texts. Returns (answers (N,), CheXpert scores (S, 14) of the distinct
+    studies in `rows`).
     """
     studies = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(studies[0]))
@@ -243,8 +239,7 @@ def print_tables(
 ) -> dict[str, float]:
     """Print and return the scores of the network, the baselines and the ablations.
 
-    fitted, val: training and validation questions for the image baselines. features: {image baseline: image features}.
-    ablations: {ablation: (question indices, answers)}.
+    fitted, val: questions for the image baselines. ablations: {ablation: (question indices, answers)}.
     """
     answers, label_scores = {}, {}
     if len(train["target"]):
@@ -387,7 +382,7 @@ def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
 
 
 def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, tuple], labels: list[str]) -> None:
-    """Write predictions.csv and print the first nine answers, each with the most probable findings.
+    """Write predictions.csv and print the first nine answers.
 
     found: {index in `asked`: (answer head, class probabilities, probabilities of the 14 CheXpert labels)}.
     """
@@ -408,7 +403,6 @@ def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, 
 
 
 def draw(rows: Rows, data: Prepared):
-    """Return a figure of wrong and right answers, ROC curves of the labels and a calibration curve."""
     from matplotlib.figure import Figure
     from torchmetrics.functional.classification import binary_roc
 

@@ -42,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write the data set and the encoders into the folder `out`.
-
-    num_train, num_val, num_test: numbers of patients, with two studies each. Raises InputError if the folder already
-    contains a data set.
-    """
+    """Write the data set and the encoders. Raises InputError if `out` already contains a data set."""
     import pandas as pd
 
     jpg, qba = out / "mimic-cxr-jpg", out / "mimic-ext-cxr-qba"
@@ -218,7 +214,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
     present = list(findings)
     for _ in range(5):
-        # about half of the answers are yes; many other questions name the wrong side
+        # about half of these answers are yes; many other questions name the wrong side
         entity, side = PLACES[rng.integers(len(PLACES))]
         if present and rng.random() < 0.7:
             entity, side = present[rng.integers(len(present))]

@@ -28,7 +28,6 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_installed() -> bool:
-    """Return whether DeepSpeed is installed, without importing it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -40,7 +39,7 @@ def is_sharded(model: nn.Module) -> bool:
 def read_zero_config(path: str) -> dict:
     """Read and check a DeepSpeed config file.
 
-    Raises InputError if the file is invalid or sets a value that belongs to the script's flags, such as the batch size.
+    Raises InputError if the file is invalid or sets a value that belongs to the script's flags.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -67,8 +66,6 @@ def read_zero_config(path: str) -> dict:
 
 
 class ZeroEngine(Engine):
-    """Training engine that uses DeepSpeed ZeRO. config: result of read_zero_config()."""
-
     # DeepSpeed's forward and backward passes contain collectives
     equal_passes = True
 
@@ -119,7 +116,7 @@ class ZeroEngine(Engine):
                 setattr(scaler, name, value)
 
     def filled_config(self) -> dict:
-        # the script implements activation checkpointing itself; fp16 and bf16 are set below
+        # the script implements activation checkpointing itself
         replaced = ("fp16", "bf16", "activation_checkpointing")
         config = {key: value for key, value in self.config.items() if key not in replaced}
         config |= {
@@ -193,7 +190,7 @@ class ZeroEngine(Engine):
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # the state of all groups must exist before DeepSpeed links it to the parameters
+        # the optimizer state of all groups must exist before DeepSpeed links it to the parameters
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}
