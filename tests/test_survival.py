@@ -785,3 +785,14 @@ def test_smart_cache_loads_each_case_equally_often(made, workers, monkeypatch):
     assert {cached.count(row) for row in smart.rows} == {2, 3}
     # a volume is loaded only when it enters the cache
     assert workers or len(loaded) == 10 + 7 * 4
+
+
+def test_sample_data_has_its_risk_in_the_shape_of_the_lesions(tmp_path, capsys):
+    """Number, volume and Agatston score predict little."""
+    sample_data.write_sample_data(tmp_path, 60, event_rate=0.4, matrix=16, seed=0)
+    line = capsys.readouterr().out.partition("patients of")[2]
+    true_risk, age, *of_lesions = map(float, re.findall(r"0\.\d+", line))
+    assert true_risk > 0.8 > 0.75 > age > 0.6
+    assert len(of_lesions) == 3
+    assert max(of_lesions) < 0.7
+    assert read_cohort(tmp_path / "dataset.csv").event.mean() == pytest.approx(0.4, abs=0.02)
