@@ -145,7 +145,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
     add_common_arguments(parser, **defaults, batch_of_all=True, least_epochs=0)
-    # flags of the published training guide (guide 2 in README.md) that are synonyms or have no effect
+    # flags from the published training guide (guide 2 in README.md): aliases of other flags, or ignored
     advanced("--output", dest="output_dir", help="the same as --log_dir")
     advanced("--max_grad_norm", dest="grad_clip", type=real(0), help="the same as --grad_clip")
     for flag in ("--amp", "--pin_memory"):
@@ -236,7 +236,7 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """Predicts a log-hazard as the sum of a Cox model of the columns (column part) and a 3D ResNet of the image
+    """Predicts a log-hazard as the sum of a Cox model on the table's columns (column part) and a 3D ResNet on the image
     (image part).
 
     The Cox coefficients stay fixed during training. The ResNet's linear head is initialized to zero, so the initial
@@ -457,14 +457,14 @@ def best_cox_model(models: dict[str, dict]) -> str:
 
 
 def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvivalDataset, cox_model: dict) -> dict:
-    """Estimate the weight of the image part of the log-hazard.
+    """Estimate the weight of the image part of the log-hazard by fitting a Cox model to the columns and the image part.
 
     x: (n, k), encoded columns. image: (n,), image part of each case, predicted by a network not trained on the case.
     cox_model: Cox model of the columns. Returns {"linear": coefficients of the columns, "image_weight": weight,
     "image_chi2": chi2}.
 
-    If the image part is significant (chi2 > 3.84) and its coefficient is positive, the new coefficients are shrunk by
-    the fraction 1 / chi2 towards cox_model (van Houwelingen and le Cessie 1990). Otherwise the weight is 0.
+    If the image part is significant (chi2 > 3.84) and its coefficient is positive, the fitted coefficients are shrunk
+    towards cox_model by the fraction 1 / chi2 (van Houwelingen and le Cessie 1990). Otherwise the weight is 0.
     """
     linear = np.array(cox_model["beta"])
     seen = linear != 0
@@ -486,7 +486,7 @@ def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvi
 
 
 def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace) -> None:
-    """All ranks: compute the gradients of one optimizer step, the same for any number of ranks and micro-batches.
+    """All ranks: compute the gradients for one optimizer step, independently of the number of ranks and micro-batches.
 
     The risk set of an event spans the global batch, so every rank computes the loss from the log-hazards of all ranks.
     With several micro-batches, an extra forward pass without gradients computes the log-hazards (Gao et al. 2021).
@@ -498,7 +498,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     for place, batch in enumerate(step.batches):
         step.batches[place] = moved = du.to_device(batch, device)
         if args.augment and args.image == "volume":
-            # use the indices on the CPU, because tolist() on a GPU tensor waits for the GPU
+            # use the CPU copy of the indices: tolist() on a GPU tensor waits for the GPU
             moved["image"] = augment(moved["image"], batch["index"].tolist(), args.seed, position.epoch)
 
     # all ranks must take the same branch, because DDP communicates during forward passes
@@ -602,7 +602,8 @@ def test(
     """All ranks: score the validation set; rank 0 prints the scores and writes predictions and a figure.
 
     parts: {"val": ..., "train": ...} from predict_parts(). reference: result of report.fit_reference(). Returns
-    ({metric: value}, report.cases_of() with the log-hazards of each model or, on other ranks, None).
+    ({metric: value}, table); on rank 0, the table is report.cases_of() plus each model's log-hazards, on other ranks
+    None.
     """
     args, val, metrics, cases = run.args, sets["val"], {}, None
     prefix = "eval_" if args.eval_only else ""
@@ -674,8 +675,8 @@ def read_inputs(
 ) -> Inputs:
     """All ranks: encode the cohort's columns; check and measure the volumes of `rows`, split among the ranks.
 
-    encoding: result of fit_columns(). train: rows to which the encodings of the image measurements are fitted, or None
-    if `encoding` contains them. Raises InputError naming the unusable volumes.
+    encoding: result of fit_columns(). train: rows for fitting the encodings of the image measurements; None if
+    `encoding` already includes these. Raises InputError naming the unusable volumes.
     """
     orientation = None if args.orientation == "as-is" else args.orientation
     mask_mode = args.mask_column and args.mask_mode
@@ -716,7 +717,7 @@ def begin_training(
 ) -> tuple[Training, DataLoader]:
     """All ranks: prepare `model` for training; return (Training, DataLoader of the training cases).
 
-    Raises InputError if --norm batch does not work with the planned batch sizes or, with several processes, on a CPU.
+    Raises InputError if --norm batch is used with several forward passes per step or with several CPU processes.
     """
     args, ranks, train, cached = run.args, run.ranks, sets["train"], sets["cached"]
     name = best_cox_model(cox_models)
@@ -724,7 +725,7 @@ def begin_training(
         model.linear.copy_(torch.tensor(cox_models[name]["beta"], dtype=torch.float64))
     batch_size, effective = args.batch_size, args.effective_batch_size
     if not run.checkpoint and not effective:
-        # as in the published training guide (guide 2 in README.md), --batch_size counts the cases on all GPUs
+        # as in the published training guide (guide 2 in README.md), --batch_size is the total over all GPUs
         effective = batch_size * args.gradient_accumulation_steps
         batch_size = math.ceil(batch_size / ranks.world_size)
     batch = run.plan_batches(
@@ -737,8 +738,8 @@ def begin_training(
     if args.norm == "batch" and ranks.world_size > 1:
         if ranks.device.type == "cpu":
             raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
-        # convert after plan_batches(), where each rank tries batch sizes alone, because SyncBatchNorm waits for all
-        # ranks
+        # convert to SyncBatchNorm only after plan_batches(): each rank tries batch sizes on its own there, and
+        # SyncBatchNorm would wait for the other ranks
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(
@@ -797,7 +798,7 @@ def cross_fit_image_weight(
 
     Trains --inner_folds networks. Returns (exit code, result of estimate_image_weight(), parts). parts: (n, 2), the
     column part and the image part of each training case's log-hazard, where the image part comes from the network not
-    trained on the case. A stop signal gives a nonzero exit code, and parts is None.
+    trained on the case. After a stop signal, the exit code is nonzero and parts is None.
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     sizes, precision = training.batch, training.engine.model.precision
@@ -821,7 +822,7 @@ def cross_fit_image_weight(
                 # subtract the mean, because each network's log-hazards have an arbitrary offset
                 image[fold == left_out] = held_out - held_out.mean()
         if not code:
-            # a signal may also have arrived while `inner` was closed
+            # a signal may also have arrived while `inner` was being closed
             code = inner.signalled() or training.signalled()
             if code:
                 du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
@@ -863,7 +864,7 @@ def score_checkpoint(
 
 
 def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
-    """All ranks: train on one training fold and test on its validation fold; with --eval_only, only test.
+    """All ranks: train on one fold's training set and test on its validation set; with --eval_only, only test.
 
     Returns (exit code, result of test()); the result is None with --eval_only or if a signal stopped training.
     """
@@ -898,7 +899,7 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         events = cohort.event[train].sum()
         if events < 4 * args.inner_folds and steps:
             du.print_main(f"warning: {events} events are too few to weight the image part; its weight stays 1")
-        # do not estimate the weight if --max_steps ended the run before the last planned step
+        # do not estimate the image weight if --max_steps ended the run early
         elif args.inner_folds and 0 < run.position.step == steps:
             training.flush()
             code, weighed, unseen = cross_fit_image_weight(training, inputs, sets["train"], cox_models)

@@ -84,8 +84,9 @@ def read_cohort(
 ) -> Cohort:
     """Read a table of cases (CSV or parquet) and check every row. Raises InputError naming the unusable rows.
 
-    data_dir: base folder of relative paths; default: the table's folder. outcome=False: rows may lack time and event.
-    image=False: ignore the path column. given: names of columns, such as mask_column="heart".
+    data_dir: folder that relative paths start from; default: the table's folder. outcome=False: rows may lack time and
+    event. image=False: ignore the path column. given: column names that override the accepted ones, such as
+    mask_column="heart".
     """
     rows = tables.read_table(Path(csv_path))
 
@@ -286,11 +287,11 @@ class Volumes:
         """Return the volume or, if `measurements` is True, its measurements, using a disk cache. See read()."""
         wanted, cached_files = int(not measurements), []
         if self.cache_dir:
-            # the key ends with 3, the version of read()
+            # the 3 in the key is the version of read(): increase it when read() changes
             files = [file for name in (path, mask) if name for file in files_of(name)]
             key = hashlib.sha256(f"{stamp(files)}{self}3".encode()).hexdigest()
             cached_files = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
-            # the volume is written last, so if its file exists, both files exist
+            # the volume is written after the measurements, so if its file exists, both do
             if cached_files[1].exists():
                 return torch.from_numpy(np.load(cached_files[wanted]))
         found = self.read(path, mask)
@@ -356,7 +357,8 @@ class Volumes:
 
 
 def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
-    """Return the logs of a mask's volume (mm3), surface area (mm2) and diameter (mm), and the mean and SD of its HU.
+    """Return a mask's log volume (mm3), log surface area (mm2) and log diameter (mm), and the mean and SD of the HU in
+    it.
 
     hu, inside: (X, Y, Z), the CT and the boolean mask. voxel: (3,), voxel size in mm. All values are NaN if the mask is
     empty.
@@ -407,9 +409,9 @@ class MultiGPUSurvivalDataset(Dataset):
     Each item is a dict: index (row number in the cohort), time (years), event, error ("" if the image is usable), image
     (C, X, Y, Z) and columns (n,).
 
-    With use_smart_cache, each epoch covers the fraction `cache_rate` of the cases, which are held in shared memory.
-    After each epoch, the fraction `replace_rate` of these cases is replaced, oldest first. Unlike MONAI's
-    SmartCacheDataset, the selection depends only on (seed, epoch), so that a run can resume.
+    With use_smart_cache, each epoch uses only a fraction `cache_rate` of the cases, held in shared memory. After each
+    epoch, a fraction `replace_rate` of these is replaced, oldest first. Unlike MONAI's SmartCacheDataset, the selection
+    depends only on (seed, epoch), so that a run can resume.
     """
 
     def __init__(
@@ -454,10 +456,9 @@ class MultiGPUSurvivalDataset(Dataset):
         return self.epoch_size
 
     def running_index(self, indices, epoch: int) -> np.ndarray:
-        """Return positions in an endless repetition of `rows` for the dataset indices of an epoch.
+        """Map an epoch's dataset indices to positions in `rows` repeated indefinitely.
 
-        Each epoch of the smart cache covers a window of this repetition, which moves by replaced_per_epoch positions
-        per epoch.
+        The smart cache is a window on this sequence that advances by replaced_per_epoch positions per epoch.
         """
         return np.asarray(indices) + epoch * self.replaced_per_epoch
 
@@ -475,7 +476,7 @@ class MultiGPUSurvivalDataset(Dataset):
             try:
                 item["image"] = self._volume(row, number)
             except Exception as reason:
-                # NaN makes the loss NaN in a training loop that ignores `error`
+                # fill unusable images with NaN, so that a training loop that ignores `error` gets a NaN loss
                 item["image"] = torch.full(self.volumes.shape, math.nan, dtype=torch.float16)
                 error = fault_of(cohort, row, reason)
         return item | {"error": error}

@@ -64,10 +64,10 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 
 
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
-    """Return a baseline hazard, percentiles and centres of the training patients' log-hazards.
+    """Return the training patients' baseline hazard, and the percentiles and means of their log-hazards.
 
-    parts: (n, 2), the column part and the image part of each log-hazard, which give the centres. unseen: (n, 2), the
-    same parts, predicted where possible by networks not trained on the patient.
+    parts: (n, 2), the column and image parts of the log-hazards, used for the means. unseen: (n, 2), the same parts,
+    predicted where possible by networks not trained on the patient, used for the rest.
     """
     log_hazard = (unseen - unseen.mean(0)).sum(1)
     percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
@@ -116,9 +116,9 @@ def compare_pairs(
 ) -> tuple[ndarray, ndarray, ndarray]:
     """Compare each row that has an event with all rows; return (first, comes_first, in_order).
 
-    first: (events,), indices of the rows with an event. comes_first: (events, rows), whether the event precedes any
-    event of the other row in the same group. in_order: (events, rows), 1 if the row with the event has the higher
-    log-hazard, 0.5 if both are equal, otherwise 0.
+    first: (events,), indices of the rows with an event. comes_first: (events, rows), True for comparable pairs: both
+    rows are in the same group, and the other row was still event-free at the time of the event. in_order: (events,
+    rows), 1 if the row with the event has the higher log-hazard, 0.5 if both are equal, otherwise 0.
     """
     first = np.flatnonzero(event)
     comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
@@ -244,8 +244,8 @@ def folds_of(folder: Path) -> list[Path]:
 def print_cross_validation(folder: Path, metrics: list[dict], cases: pd.DataFrame, args) -> None:
     """Rank 0: print each model's C-index in cross-validation; write summary.json and cross_validation.csv.
 
-    metrics: the scores of each fold. cases: cases_of() of all validation sets, with the columns `repeat` and `fold` and
-    a column of log-hazards for each model, the network first.
+    metrics: the scores of each fold. cases: result of cases_of() for all validation sets, plus the columns `repeat` and
+    `fold` and one column of log-hazards per model (the network first).
     """
     scores = pd.DataFrame(metrics)
     # leave out interval bounds and p values, because their means over folds are meaningless

@@ -1,7 +1,7 @@
 """Write synthetic cardiac CTs for train_survival_distributed.py: dataset.csv, scans/ and heart masks in masks/.
 
-Calcified lesions are solid balls or shells around a soft core, with the same distributions of volume and HU. Only
-shells and age raise the hazard, so the number, volume and Agatston score of the lesions predict little.
+Calcified lesions are either solid balls or shells with a soft core; both kinds have the same distributions of volume
+and HU. Only shells and age raise the hazard, so the number, volume and Agatston score of the lesions predict little.
 """
 
 import argparse
@@ -20,7 +20,7 @@ FIELD = (160.0, 160.0, 128.0)
 THICKNESS = (1.0, 1.2)
 HEART = np.array([52.0, 50.0, 46.0])
 FOLDS = 5
-# in days: first event and last follow-up, as in a real cohort; earliest censoring
+# in days: earliest event and latest follow-up (both as in a real cohort), and earliest censoring
 FIRST_DAY, LAST_DAY, FIRST_CENSORED = 34, 2447, 300
 WEIBULL_SHAPE = 1.3
 # standard deviation of the log-hazard; fraction of its variance due to age, with the rest due to shells
