@@ -1,6 +1,6 @@
 """CompressedAD: train a transformer on recordings of learning agents, so that it learns new tasks from its context.
 
-The script implements a published multi-GPU guide (guide 4): https://github.com/tommyma3/CCCAD
+This script follows a published multi-GPU training guide, guide 4 in README.md: https://github.com/tommyma3/CCCAD
 
     python train.py                                                               # one GPU, or CPU
     accelerate launch --config_file accelerate_config.yaml train.py               # 2 GPUs, fp16
@@ -24,7 +24,7 @@ MODEL_FLAGS = tuple(
     "max_compression_depth objective split_seed env".split()
 )
 VAL_AGENTS = 5
-# tag in the random seeds of acting agents; seeds for other purposes have other tags
+# random-seed tag for acting agents, distinct from all other seed tags
 ACTING = 5
 
 
@@ -135,9 +135,9 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Transform the tokens x (B, N, D), which attend to earlier tokens and to each other.
 
-        The earlier tokens are either `memory` (B, M, D) or the first `cached` slots of `cache`, their keys and values
-        (2, B, heads, slots, D / heads). The keys and values of x are added to the cache. mask: (..., N, M + N), True
-        where attention is allowed.
+        The earlier tokens are given either as `memory` (B, M, D) or as the keys and values in the first `cached` slots
+        of `cache` (2, B, heads, slots, D / heads). The keys and values of x are added to the cache. mask: (..., N, M +
+        N), True where attention is allowed.
         """
         normed = self.norm(x)
         source = normed if memory is None else torch.cat([self.norm(memory), normed], 1)
@@ -156,7 +156,7 @@ class Layer(nn.Module):
 class InContextNet(nn.Module):
     """Transformer that predicts an agent's action from the agent's past (Algorithm Distillation, Laskin et al. 2022).
 
-    Each past transition is one token, and each state in which to act is one query token. When the context is full, an
+    Each past transition is one token; each state that needs an action is one query token. When the context is full, an
     encoder compresses it and the previous latent tokens into new latent tokens. With n_latent = 0, the oldest
     transitions are dropped instead.
     """
@@ -203,7 +203,7 @@ class InContextNet(nn.Module):
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def embed_queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
-        """Return query tokens (B, N, D) for the cells (B, N) in which to act.
+        """Return one query token for each cell: (B, N) -> (B, N, D).
 
         first: position of the first query in the context.
         """
@@ -229,11 +229,9 @@ class InContextNet(nn.Module):
         The entries of `batch`:
 
         cells: (B, blocks + 1, n_transit, 3), cell, action and next cell; blocks to compress come before the context.
-        rewards: (B, blocks + 1, n_transit).
-        depth: (B,), number of blocks to compress, in descending order.
-        compressed: list with the number of samples that have a first block, a second block, ...
-        length: (B,), number of transitions in the context.
-        shift: (B, 2), rows and columns by which the room is moved.
+        rewards: (B, blocks + 1, n_transit). depth: (B,), number of blocks to compress, in descending order. compressed:
+        list; entry i is the number of samples with more than i blocks. length: (B,), number of transitions in the
+        context. shift: (B, 2), row and column offset of the room.
         """
         cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
         context = self.embed_transitions(cells[:, -1], rewards[:, -1], shift)
@@ -249,8 +247,8 @@ class InContextNet(nn.Module):
     def _compress_blocks(self, cells: Tensor, rewards: Tensor, shift: Tensor, compressed: list[int]) -> Tensor:
         """Return the latent tokens of the samples that have blocks to compress; these samples come first in the batch.
 
-        At least one sample is compressed: DDP needs a gradient of the encoder on every rank, and flash attention
-        rejects empty batches (github.com/pytorch/pytorch/issues/133780).
+        Always compresses at least one sample, even if none has blocks: DDP needs encoder gradients on every rank, and
+        flash attention rejects empty batches (github.com/pytorch/pytorch/issues/133780).
         """
         first, *later = compressed
         first = max(1, first)
@@ -299,7 +297,7 @@ def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor
 
 
 class Agents:
-    """A batch of agents that act with the same model, each based on its own past transitions.
+    """A batch of agents that share one model but have their own past transitions.
 
     The model should be in float64: rounding errors are then too small to change an action.
     """
@@ -310,12 +308,12 @@ class Agents:
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
         self.rewards = like.new_zeros(count, model.n_transit)
-        # training moves rooms by 0 to model.shift; agents act at half the maximum shift
+        # training adds random offsets of 0 to model.shift to room coordinates; agents act with half the maximum
         self.shift = self.cells.new_full((count, 2), model.shift // 2)
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]
         self.latents: Tensor | None = None
-        # transitions in the context; transitions that are not in the cache yet; tokens in the cache
+        # counts: transitions in the context, transitions not cached yet, tokens in the cache
         self.length = self.uncached = self.cached = 0
 
     def act(self, cells: Tensor) -> Tensor:
@@ -356,8 +354,8 @@ def act_in_context(
 ) -> tuple[np.ndarray, np.ndarray]:
     """All ranks: let `count` agents per task act, split among the ranks; return (returns, path).
 
-    returns: (tasks, count, episodes), the sum of rewards, independent of the number of ranks. path: (episodes, horizon
-    + 1), states of the first agent on the first task, valid on rank 0 only.
+    returns: (tasks, count, episodes), the total reward of each episode, identical for any number of ranks. path:
+    (episodes, horizon + 1), states of the first agent on the first task, valid on rank 0 only.
     """
     rank, world_size = du.world()
     device = model.positions.device
@@ -374,7 +372,7 @@ def act_in_context(
         agents = Agents(actor, len(numbers), min(env.horizon, model.n_transit // 2))
         for episode in range(episodes):
             run.heartbeat(f"episode {episode + 1} of an evaluation at step {run.position.step}")
-            # Gumbel noise: argmax(logits + noise) samples from softmax(logits / temperature)
+            # Gumbel noise scaled by the temperature: argmax(logits + noise) samples from softmax(logits / temperature)
             uniform = np.stack([rng.random((env.horizon, env.actions)) for rng in rngs], 1)
             noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
             noise = args.temperature * torch.from_numpy(noise).to(device)
@@ -410,7 +408,8 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
-        # round the sums, so that their order does not change the total; dividing by 1024 keeps the total below 8192
+        # round the sums so that the total is the same in any order; dividing by 1024 keeps it below 8192, where
+        # additions are exact
         sums += torch.stack([du.round_for_exact_sum(part.double().sum() / 1024) for part in parts]).cpu()
     loss, right, count = du.reduce_sum(sums).tolist()
     return {"loss": loss / count, "accuracy": right / count}

@@ -1,4 +1,4 @@
-"""Reinforcement-learning environments, learning histories of agents in them, and segments of histories to train on.
+"""Reinforcement-learning environments, histories of agents learning in them, and training segments of the histories.
 
 Histories are stored as HDF5, in the layout of the published CompressedAD repository (guide 4):
 
@@ -184,7 +184,7 @@ def make_env(spec: str) -> Env:
 
 
 def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
-    """Split the task numbers 0 to tasks - 1 into training tasks and unseen tasks for the test.
+    """Split task numbers 0 to tasks - 1 into training tasks and unseen test tasks.
 
     For Darkroom, seed 0 gives the split of the published CompressedAD repository (guide 4).
     """
@@ -221,7 +221,7 @@ def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
 
 
 class Search:
-    """Agents that know the map of a room but not the goal.
+    """Agents that know a room's layout but not where the goal is.
 
     An agent moves toward the nearest unvisited cell until its first reward, then takes the shortest path to the goal.
     In Key-to-Door, it searches the room once without the key and once with it. Raises InputError if the environment is
@@ -349,8 +349,9 @@ def read_array(file, name: str) -> np.ndarray:
 def replay(path: Path, task: int, group: dict, env: Env) -> int:
     """Check one task's histories by replaying their actions; return the number of repaired next states.
 
-    group: the task's arrays; their coordinates are replaced by state numbers (T, streams). Some files record the start
-    of the next episode as the last next state of an episode; this is repaired. Raises InputError at the first error.
+    group: the task's arrays; their coordinates are replaced by state numbers (T, streams). In some files, an episode's
+    final next_state is the start of the next episode; these entries are corrected. Raises InputError at the first
+    error.
     """
     limits = env.coordinates.max(0) + 1
     is_last = (np.arange(len(group["actions"])) % env.horizon == env.horizon - 1)[:, None]
@@ -396,7 +397,7 @@ def find_targets(objective: str, env: Env, task: int, states, actions, next_stat
     """Return the actions (T, streams) that the network learns to predict in one task's histories.
 
     objective: "ad", the recorded actions; "dpt", optimal actions, with ties broken at random (Lee et al. 2023);
-    "search", the actions that a Search agent would choose after the same past.
+    "search", the actions a Search agent would choose given the same past.
     """
     if objective == "ad":
         return actions
@@ -415,7 +416,7 @@ def find_targets(objective: str, env: Env, task: int, states, actions, next_stat
 
 
 def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
-    """Return a random number in [0, 1) for each sample: the splitmix64 hash of (seed, epoch, sample index, draw)."""
+    """Return a number in [0, 1) for each sample: the splitmix64 hash of (seed, epoch, sample index, draw number)."""
     key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -427,9 +428,10 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
 class SegmentDataset(Dataset):
     """Dataset of segments, contiguous parts of learning histories.
 
-    A segment has `depth` blocks of n_transit transitions, which the network compresses, then a context of 1 to
-    n_transit transitions, whose actions it predicts. Training segments are random, but depend only on (seed, epoch,
-    sample index). Evaluations use one segment of every depth from each of a task's first EVAL_STREAMS histories.
+    A segment is `depth` blocks of n_transit transitions each, followed by a context of 1 to n_transit transitions. The
+    network compresses the blocks and predicts the actions in the context. Training segments are random, but depend only
+    on (seed, epoch, sample index). Evaluations use one segment of every depth from each of a task's first EVAL_STREAMS
+    histories.
     """
 
     def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
@@ -447,8 +449,8 @@ class SegmentDataset(Dataset):
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
         """Choose a segment for each sample index; return (history, depth, end, shift), each with one entry per index.
 
-        history: number of the history within the dataset. end: the step after the context. shift: (n, 2), rows and
-        columns by which the room is moved.
+        history: number of the history within the dataset. end: the step after the context. shift: (n, 2), row and
+        column offset of the room.
         """
         if self.train:
             history = samples // self.segments_per_history

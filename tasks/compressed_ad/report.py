@@ -13,7 +13,7 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, first_line
 from utils.stats import interval_of_mean, shown
 
-# episodes in the table
+# episode numbers shown in the table
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
 BASELINE_AGENTS = 5
 
@@ -30,8 +30,8 @@ def interval_by_task(values: np.ndarray) -> tuple[float, float]:
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
     """Return {metric: value}: mean returns in the first episode and in the last tenth of the episodes.
 
-    returns: (tasks, agents, episodes). tasks: their task numbers. normalized_last is 0 for random and 1 for optimal
-    actions.
+    returns: (tasks, agents, episodes). tasks: the task number of each row of `returns`. normalized_last is 0 for random
+    and 1 for optimal actions.
     """
     last = last_tenth(returns)
     low, high = interval_by_task(last)
@@ -57,7 +57,7 @@ class TabularQ:
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         self.env, self.rng, self.agent = env, rng, np.arange(len(task))
-        # `optimism` times the discounted return if every step gave the highest reward
+        # initial Q-value: `optimism` times the maximum discounted return
         self.initial_value = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
         self.q = np.full((len(task), *env.next.shape[1:3]), self.initial_value)
 
@@ -138,7 +138,7 @@ def name_tasks(env: Env, tasks: list[int]) -> str:
 
 
 def read_baseline_run(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]:
-    """Read the test results of the run in --rival_run; return {agent's name in the table: mean return per episode}.
+    """Read the test results of the run in --rival_run; return {agent's name in the table: mean return of each episode}.
 
     Raises InputError if the run is not finished or was tested on other tasks.
     """

@@ -1,4 +1,4 @@
-"""Write learning histories (recorded transitions of agents in each task) to an HDF5 file on which train.py can train.
+"""Write learning histories (agents' recorded transitions in each task) to an HDF5 file for train.py.
 
 The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5. --source selects the agent to record:
 
