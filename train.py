@@ -229,9 +229,11 @@ class InContextNet(nn.Module):
         The entries of `batch`:
 
         cells: (B, blocks + 1, n_transit, 3), cell, action and next cell; blocks to compress come before the context.
-        rewards: (B, blocks + 1, n_transit). depth: (B,), number of blocks to compress, in descending order. compressed:
-        list; entry i is the number of samples with more than i blocks. length: (B,), number of transitions in the
-        context. shift: (B, 2), row and column offset of the room.
+        rewards: (B, blocks + 1, n_transit).
+        depth: (B,), number of blocks to compress, in descending order.
+        compressed: list; entry i is the number of samples with more than i blocks.
+        length: (B,), number of transitions in the context.
+        shift: (B, 2), row and column offset of the room.
         """
         cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
         context = self.embed_transitions(cells[:, -1], rewards[:, -1], shift)
