@@ -448,7 +448,7 @@ def test(
     return metrics | du.broadcast_object(table)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- training run -----------------------------------------------------------------------------------------------------
 
 
 def build_model(args: Namespace, precision: str, device: torch.device, env: Env | None = None) -> InContextNet:

@@ -372,8 +372,9 @@ def freeze_unused(model: ChestModel, path: str) -> None:
 class Questions(Dataset):
     """Dataset of the questions of a split. Items are only indices; batch() loads the data.
 
-    limit: number of evenly spaced questions to use; 0 uses all. replacement: (studies,) index of the study whose image
-    is shown for each study; -1 shows a black image. rows: question indices to use instead of the whole split.
+    limit: number of evenly spaced questions to use; 0 uses all. replacement: (studies,), for each study, the index of
+    the study whose image is shown instead; -1 for a black image. rows: question indices to use instead of the whole
+    split.
     """
 
     def __init__(
@@ -481,7 +482,7 @@ def count_targets(batches: list[dict]) -> list[float]:
 
 
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
-    """Return a micro-batch's share of the total loss, answer loss and CheXpert loss of the global batch.
+    """Return a micro-batch's contribution to the global batch's total, answer and CheXpert losses.
 
     counts: result of count_targets() for the global batch.
     """
@@ -555,7 +556,7 @@ def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args
 def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
     """Compute image features for the baselines; return {baseline: (N, D)} on rank 0 and {} on other ranks.
 
-    Call on all ranks. The baseline "encoder" uses the image encoder before fine-tuning.
+    Call on all ranks. The "encoder" baseline uses the image encoder before fine-tuning.
     """
     untrained = load_encoder(args.image_encoder, "--image_encoder").to(model.device).eval()
     own = defaultdict(list)
@@ -663,7 +664,7 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
             report.write_answers(run.folder, asked, found, run.checkpoint["trained_labels"])
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- training run -----------------------------------------------------------------------------------------------------
 
 
 def make_loader(data: Questions, model: ChestModel, batch_size: int, args: Namespace, **options) -> DataLoader:
@@ -724,7 +725,7 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
 
 
 def weakest_hardware(device: torch.device) -> tuple[float | None, float | None, tuple]:
-    """Return (memory, compute, node) of the weakest hardware for fill_settings(). Call on all ranks."""
+    """Return memory, compute and node for fill_settings(), each the worst over all ranks. Call on all ranks."""
     memory = compute = None
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
@@ -867,7 +868,7 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
         )
     else:
         if device.type == "cuda":
-            # no channels_last with DeepSpeed, because DeepSpeed needs contiguous weights
+            # skip channels_last with DeepSpeed, which needs contiguous weights
             model.image.to(memory_format=torch.channels_last)
         engine = make_engine(*parts, saved=run.checkpoint)
 
@@ -931,7 +932,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 def main(args: Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.device_count():
-        # without this variable, DeepSpeed would search for a GPU and print a warning
+        # without DS_ACCELERATOR, DeepSpeed would search for a GPU and print a warning
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

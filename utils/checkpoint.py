@@ -278,7 +278,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-# --- the run folder ---------------------------------------------------------------------------------------------------
+# --- run folder -------------------------------------------------------------------------------------------------------
 
 
 def read_run_id(folder: Path) -> str:

@@ -33,7 +33,7 @@ from utils.engine import Engine
 from utils.log import RunLog, draw_curves, print_banner, save_figure
 from utils.sampler import TrainBatchSampler
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- run --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -20,7 +20,7 @@ HEADS = {
 HEAD_NUMBER = {head: number for number, head in enumerate(HEADS)}
 CLASS_OF = {head: {name: number for number, name in enumerate(names)} for head, names in HEADS.items()}
 
-# MIMIC-Ext-CXR-QBA writes question types with a code (`D02_has_finding`) or as a name alone (`has_finding`)
+# question types in MIMIC-Ext-CXR-QBA may have a code prefix (`D02_has_finding`) or not (`has_finding`)
 HEAD_OF_CODE = {
     **dict.fromkeys(("B10", "B11", "B13", "C03", "C04", "C08", "D02", "D06"), "binary"),
     **dict.fromkeys(("C01", "C02", "D03", "D07"), "region"),
@@ -48,7 +48,7 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
     """Return (index of the target class, ""), or (None, reason) if the main answers determine no class.
 
     The binary head uses the sign of the first main answer, reversed for `is_normal` questions. The other heads use the
-    first known class. Negative answers come last, because they may name absent findings.
+    first answer that names a known class. Negative answers are tried last, because they may name absent findings.
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:

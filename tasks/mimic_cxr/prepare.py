@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of patients in train, val and test, for a table without a split column",
     )
     add("--seed", type=int, default=0, help="seed of --split; with it, a patient's name determines the split")
-    # joblib returns at most 61 on Windows, the limit of a process pool
+    # on Windows, joblib.cpu_count() returns at most 61, the limit of a process pool
     add("--workers", type=whole(1), default=joblib.cpu_count(), help="number of processes")
 
 
@@ -97,7 +97,7 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
 
 
 def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
-    """Return one row per study with an image in this view, and {reason: number of excluded studies}.
+    """Return one row per study that has an image in the selected view, and {reason: number of excluded studies}.
 
     The rows are sorted by split.
     """
@@ -142,7 +142,7 @@ def find_release(root: Path, grade: str) -> Path:
 
 
 def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
-    """Return a function that maps a study_id to the ids of its questions with at least this quality grade."""
+    """Return a function that maps a study_id to the ids of its questions with at least the given quality grade."""
     path = release / "metadata" / "question_metadata.parquet"
     good = GRADES[GRADES.index(grade) :]
     studies, ids = [np.empty(0, np.int64)], []
@@ -171,12 +171,13 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
 
 @functools.cache
 def open_release(release: Path) -> Path | zipfile.Path:
-    """Return `release` or its qa.zip. Cached, because opening qa.zip reads 227,827 file names."""
+    """Return `release` or, if it has no folder qa, its opened qa.zip. Cached, because opening reads 227,827 file names.
+    """
     return release if (release / "qa").is_dir() else zipfile.Path(release / "qa.zip")
 
 
 def read_part(job: tuple) -> tuple[pa.Table, Counter]:
-    """Return a table of the questions of some studies, and {reason: number of excluded studies or questions}.
+    """Read the questions of one job's studies; return (table, {reason: number of excluded studies or questions}).
 
     job: (release folder, index of the first study, [(subject_id, study_id), ...], question ids to keep). The question
     ids are one set per study, or None to keep all questions.
@@ -286,7 +287,7 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
     """Read the user's table; return (studies, questions, empty Counter).
 
-    Without a column "question", each CheXpert label of 0 or 1 becomes a yes-or-no question.
+    Without a "question" column, each CheXpert label of 0 or 1 becomes a yes-or-no question.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
@@ -320,7 +321,7 @@ def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]
 
 
 def decode(path: str | Path, side: int) -> np.ndarray:
-    """Read an image file as gray values (side, side), uint8, scaled to fit and padded with black.
+    """Read an image file as a grayscale uint8 array (side, side), scaled to fit and padded with black.
 
     Raises OSError or ValueError if the file is not a readable image.
     """
@@ -385,7 +386,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     metadata |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     metadata |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
-        # the digest lets a resumed training run detect changed questions
+        # the digest checksum, so that a resumed run can detect changed questions
         metadata["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 

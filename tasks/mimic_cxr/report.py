@@ -18,11 +18,11 @@ from utils.stats import interval_of_mean, interval_of_resamples, resample_cases,
 
 # maximum questions per ablation; maximum questions for fitting the image baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
-# maximum classifiers (one per question text) and principal components of an image baseline
+# maximum number of classifiers (one per question text) and of principal components of an image baseline
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
-# {column: one value per question}: COLUMNS and, after answer_questions(), the model's answers
+# {column: one value per question}; answer_questions() adds the model's answers to COLUMNS
 Rows = dict[str, ndarray]
 COLUMNS = ("study", "head", "target", "type", "question")
 
@@ -110,7 +110,8 @@ def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
 
 
 def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
-    """Predict answers with a table from (question text, value of a CheXpert label) to the most frequent answer.
+    """Predict each answer by looking up (question text, value of a CheXpert label) in a table of the most frequent
+    training answers.
 
     Each text uses the label that best predicts its training answers. The table is built with the true labels (studies,
     14) and read with the predicted labels. fallback: (N,) answers for questions that are not in the table.
@@ -339,7 +340,7 @@ def add_mean(metrics: dict, key: str, values: ndarray, patients: ndarray, sign: 
 def add_area(metrics: dict, key: str, areas: ndarray, sign: str = "") -> str:
     """Like add_mean(), but for an AUROC or a difference of two AUROCs.
 
-    areas: the value in the data, followed by the values in the bootstrap resamples.
+    areas: the value on the full data, followed by one value per bootstrap resample.
     """
     return add_score(metrics, key, areas[0], interval_of_resamples(areas[1:]), sign)
 

@@ -39,7 +39,7 @@ def is_sharded(model: nn.Module) -> bool:
 def read_zero_config(path: str) -> dict:
     """Read and check a DeepSpeed config file.
 
-    Raises InputError if the file is invalid or sets a value that belongs to the script's flags.
+    Raises InputError if the file is invalid or sets a value that a script flag controls.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -110,7 +110,7 @@ class ZeroEngine(Engine):
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         scales = saved["scaler"] if saved else {}
         for name in SCALER:
-            # torch's GradScaler saves the loss scale as "scale" and does not save the other values
+            # torch's GradScaler saves the loss scale as "scale", and none of DeepSpeed's other values
             value = scales.get(name, scales.get("scale") if name == "cur_scale" else None)
             if value is not None and hasattr(scaler, name):
                 setattr(scaler, name, value)
@@ -121,7 +121,7 @@ class ZeroEngine(Engine):
         config = {key: value for key, value in self.config.items() if key not in replaced}
         config |= {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
-            # 1, because around_micro_batch() marks the last micro-batch of a step
+            # no accumulation in DeepSpeed: around_micro_batch() marks the last micro-batch of a step
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip,
             # use torch's AdamW, because DeepSpeed's AdamW does not resume bit for bit
@@ -190,7 +190,7 @@ class ZeroEngine(Engine):
     def _load(self, weights: dict[str, Tensor], state: dict) -> None:
         zero = self.wrapped.optimizer
         step = state[0]["step"] if state else torch.tensor(0.0)
-        # the optimizer state of all groups must exist before DeepSpeed links it to the parameters
+        # the optimizer state of every parameter group must exist before DeepSpeed links it to the parameters
         for part in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             moments = {key: torch.zeros_like(part) for key in MOMENTS}
             self.optimizer.state[part] = moments | {"step": step.clone().to(part.device)}

@@ -46,7 +46,7 @@ MEASUREMENTS = (
     "image: log mask mm2", "image: log mask diameter mm", "image: mean hu in mask", "image: sd of hu in mask",
 )  # fmt: skip
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- table of cases ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -259,7 +259,7 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
     return np.concatenate(parts, axis=1).astype(np.float32)
 
 
-# --- the volumes ------------------------------------------------------------------------------------------------------
+# --- volumes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -400,7 +400,7 @@ def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor
     return torch.stack(changed)
 
 
-# --- the data set -----------------------------------------------------------------------------------------------------
+# --- dataset ----------------------------------------------------------------------------------------------------------
 
 
 class MultiGPUSurvivalDataset(Dataset):
