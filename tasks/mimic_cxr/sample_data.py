@@ -214,7 +214,7 @@ def ask(rng: Generator, findings: Findings) -> list[dict]:
 
     present = list(findings)
     for _ in range(5):
-        # about half of these answers are yes; many other questions name the wrong side
+        # about half of these answers are yes; many of the "no" questions name the wrong side
         entity, side = PLACES[rng.integers(len(PLACES))]
         if present and rng.random() < 0.7:
             entity, side = present[rng.integers(len(present))]
