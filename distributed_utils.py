@@ -58,7 +58,7 @@ class Ranks:
         return self.rank == 0
 
     def wait_for_main(self, what: str) -> None:
-        """All ranks: wait for up to a week until rank 0 calls this. what: a key that no other call uses."""
+        """All ranks: wait until rank 0 calls this, for up to a week. what: a key that no other call uses."""
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
@@ -379,7 +379,7 @@ _BACKGROUND = ThreadPoolExecutor(1)
 
 
 def begin_sum(values: list[float]) -> Callable[[], list[float]]:
-    """All ranks: start to sum `values` elementwise over the ranks; return a function that waits for the sums.
+    """All ranks: start summing `values` elementwise across ranks; return a function that waits for the sums.
 
     Every rank must start its sums in the same order.
     """

@@ -52,7 +52,7 @@ class Position:
 
 
 class BatchPlan(NamedTuple):
-    """How an optimizer step's samples are divided into micro-batches and among ranks.
+    """How the samples of an optimizer step are divided into micro-batches and among ranks.
 
     lr_factor: the argument `times` of scale_learning_rate(). gpu_shares: micro-batches per rank, relative to the other
     ranks.
@@ -405,7 +405,7 @@ class Training:
         where = position.step, position.epoch + 1
         complete = position.step == self.planned_steps
         paused = self.is_over() and not complete
-        # an evaluation that only --max_steps caused must not change best.pt
+        # an evaluation triggered only by --max_steps must not change best.pt
         planned = self.epoch_over or self.evaluation_due or complete
 
         if complete:
@@ -419,8 +419,7 @@ class Training:
         if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
             self.save(best)
         if paused:
-            # save first, then log: on resume, these lines are dropped, so the log matches the log of an uninterrupted
-            # run
+            # save first, then log: a resumed run drops these lines, so its log matches that of an uninterrupted run
             self.log.write_interval(*where, self.last_step)
             if metrics and not planned:
                 self.log.write(*where, metrics)
@@ -441,7 +440,7 @@ class Training:
         return (ended or step % 500 == 0) and du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def save(self, best: bool = False) -> None:
-        """All ranks: save a checkpoint of the current position, unless it is saved already.
+        """All ranks: save a checkpoint of the current position unless there is one already.
 
         Raises RunError on all ranks if the previous checkpoint was not written or if the weights differ between ranks.
         """
@@ -537,7 +536,7 @@ class Training:
         if error and out_of_memory(error):
             if self.ranks.world_size == 1:
                 raise RunError(f"out of memory; {self.run.advice}") from None
-            # print on this rank, because the other ranks only see that it died
+            # print on this rank, because the other ranks see only that it died
             print(f"error: rank {self.ranks.rank}: out of memory; {self.run.advice}", file=sys.stderr, flush=True)
 
 
