@@ -462,7 +462,7 @@ class StageNet(nn.Module):
 
 # --- diffusion --------------------------------------------------------------------------------------------------------
 
-# fraction of training samples drawn at the noisiest timestep, to learn one-step prediction
+# with v-prediction, fraction of training samples drawn at the noisiest timestep, to learn one-step prediction
 LAST_SHARE = 0.5
 # noise added to the previous stage's volume: maximum of the random standard deviation during training, and the fixed
 # one during sampling
@@ -503,8 +503,8 @@ class Cascade(nn.Module):
     Each stage generates the residual (true volume - start volume) / std. The first stage starts from a ridge regression
     (Prior), each later stage from the previous stage's volume.
 
-    At the noisiest timestep the network's input is set to zero, so that it learns to predict the mean of all volumes
-    consistent with the X-rays.
+    With v-prediction, the network's input is zero at the noisiest timestep, so that it learns to predict the mean of
+    all volumes consistent with the X-rays.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):

@@ -169,8 +169,8 @@ def read_ct(path: Path) -> Volume:
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
     """Read an X-ray as (size, size) float32 in [-1, 1], with the head at the top. Raises InputError if it is unusable.
 
-    upside_down, mirrored: flips to undo. Pixel values are scaled by the bit depth rather than the image's maximum, so
-    that a grey value means the same attenuation in every patient.
+    upside_down, mirrored: flips to undo. Integer pixel values are scaled by the bit depth rather than the image's
+    maximum, so that a grey value means the same attenuation in every patient.
     """
     try:
         if path.suffix == ".npy":

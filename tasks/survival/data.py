@@ -146,9 +146,9 @@ def choose_fold(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the row numbers of the training cases and of the validation cases.
 
-    Rows with a label in HELD_OUT are in neither set. count=0: fold_column labels the validation rows (`val`, default
-    "val") and the training rows (`train`; if there are none, all remaining rows). count>0: assign_folds() makes `count`
-    folds; fold number `val` is the validation set, the other folds are the training set.
+    count=0: fold_column labels rows as `train` or `val` (default "val"). count>0: assign_folds() makes `count` folds,
+    and fold number `val` is the validation set. If no row is labelled `train`, the training set consists of all other
+    rows, except those labelled as in HELD_OUT.
 
     Raises InputError if either set has no event before the end of its longest follow-up, or if the sets share a patient
     or volume.
