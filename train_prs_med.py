@@ -888,7 +888,7 @@ def make_loader(data: PositionData, args: Namespace, batch_size: int, **options)
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
     """Return a batch of `size` blank images with the longest prompt and answer that training on `rows` can yield.
 
-    Without rows, the question and the answer have 64 tokens each.
+    Without rows, the prompt and the answer each get 64 tokens of text.
     """
     processor = model.processor
     texts = {(row.question, row.answer) for row in rows}

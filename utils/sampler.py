@@ -25,7 +25,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     A keyed bijection (Feistel network of 8 rounds with cycle walking) can compute any part of the order without storing
     the rest.
     """
-    # the network permutes range(4**bits), which contains range(size)
+    # the Feistel network permutes range(4**bits), which contains range(size)
     keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
     bits = math.ceil(math.log2(max(size, 2)) / 2)
     values = positions.astype(np.uint64)

@@ -30,8 +30,8 @@ class Example(NamedTuple):
 def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
     """Fit the baselines to `train`; return {name of the baseline: scores on `test`, one dict per row}.
 
-    Each rank handles only its share of the structures. If a structure has too few training rows, the baselines are
-    fitted to its whole modality or, failing that, to all training rows.
+    Each rank handles, and returns the scores of, only its share of the structures. If a structure has too few training
+    rows, the baselines are fitted to all training rows of its modality or, failing that, to all training rows.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):

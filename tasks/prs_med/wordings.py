@@ -200,8 +200,8 @@ def longest(names: Sequence[str]) -> str:
 def in_other_words(rows: list, some: list[int]) -> list[tuple]:
     """Reword the question of each selected row with each template in OTHER_WORDS.
 
-    some: indices of the selected rows. Returns [("wording/" + template, row index, changed row)]. Rows without a known
-    structure are left out.
+    some: indices of the selected rows. Returns [("wording/" + template, row index, changed row)]. Rows that name no
+    known anatomical structure are skipped.
     """
     others, changed = other_names(rows), []
     for wording in OTHER_WORDS:
