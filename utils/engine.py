@@ -151,7 +151,8 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
 class ExactEngine(Engine):
     """Engine for --deterministic, with gradient sums that do not depend on the order of addition.
 
-    Gradients are rounded and summed in float64, as in round_for_exact_sum(). During the last backward pass of a step,
+    Each micro-batch's gradient is rounded to multiples of 2**-40 in float64 (_take()). Sums of such numbers are exact
+    below 2**13, so they do not depend on how ranks share the micro-batches. During the last backward pass of a step,
     each gradient bucket is all-reduced as soon as it is ready.
     """
 

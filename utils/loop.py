@@ -64,6 +64,7 @@ class BatchPlan(NamedTuple):
     gpu_shares: list[int]
 
     def invariants(self) -> dict:
+        """Return the batch settings under their names in checkpoints; only --auto_batch may change `leaf` on resume."""
         return {
             "effective_batch_size": self.global_batch_size,
             "lr_times": self.lr_factor,
@@ -549,7 +550,8 @@ class Step:
 
     samples: number of samples on all ranks. numbers: indices of this rank's micro-batches within the step. batches:
     data of these micro-batches, or one batch if there are none. totals: see Training.steps(). passes: number of forward
-    passes. DDP needs the same number on every rank, so the last batch is repeated with loss weight 0.
+    passes, at least 1. A rank without micro-batches runs one with loss weight 0; with DeepSpeed, every rank runs as
+    many as the busiest rank.
     """
 
     training: Training
