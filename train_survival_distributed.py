@@ -555,7 +555,7 @@ def validation_loss(parts: np.ndarray, val: MultiGPUSurvivalDataset) -> float:
 
 
 def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str, float]:
-    """All ranks: score the model on the validation set; return {"val/<metric>": value} on every rank."""
+    """All ranks: score the validation set during training, for metrics.jsonl; return {"val/<metric>": value}."""
     parts = predict_parts(model, sets["val"], batch_size, run)
     metrics = {}
     # only rank 0 computes the metrics, so that all ranks base decisions on the same numbers
@@ -599,7 +599,8 @@ def test(
     other_run: dict[str, tuple],
     title: str,
 ) -> tuple[dict[str, float], pd.DataFrame | None]:
-    """All ranks: score the validation set; rank 0 prints the scores and writes predictions and a figure.
+    """All ranks: score the validation set after training, for summary.json; rank 0 prints the scores and writes
+    predictions and a figure.
 
     parts: {"val": ..., "train": ...} from predict_parts(). reference: result of report.fit_reference(). Returns
     ({metric: value}, table); on rank 0, the table is report.cases_of() plus each model's log-hazards, on other ranks

@@ -394,8 +394,8 @@ class Training:
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
         """All ranks: log an evaluation and save a checkpoint if one is due. Call this each time steps() ends.
 
-        metrics: {} if there was no evaluation. headline: metric that selects best.pt. lower: whether a lower value is
-        better.
+        metrics: {} if there was no evaluation; undefined metrics other than the headline may be missing. headline:
+        metric that selects best.pt. lower: whether a lower value is better.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:

@@ -171,8 +171,7 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
 
 @functools.cache
 def open_release(release: Path) -> Path | zipfile.Path:
-    """Return `release` or, if it has no folder qa, its opened qa.zip. Cached, because opening reads 227,827 file names.
-    """
+    """Return `release` or, if it has no folder qa, its opened qa.zip. Cached, because opening is slow."""
     return release if (release / "qa").is_dir() else zipfile.Path(release / "qa.zip")
 
 

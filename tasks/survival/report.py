@@ -133,7 +133,8 @@ def score(
     years: list[float],
     baseline_hazard: dict | None = None,
 ) -> dict[str, float]:
-    """Score log-hazards of the set `val`: Harrell's and Uno's C, AUC and, given a baseline hazard, Brier scores.
+    """Score any model's log-hazards on the set `val`: Harrell's and Uno's C, AUC and, given a baseline hazard, Brier
+    scores. evaluate() in the training script adds the network's own loss.
 
     years: horizons for AUC and Brier score. Censoring weights are estimated on `train`. Undefined scores are left out.
     """
