@@ -772,9 +772,7 @@ def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """All ranks: return the k for which sample mean +- k standard deviations contains the true value in 90 % of body
-    voxels.
-    """
+    """All ranks: return the k for which mean +- k standard deviations contains the truth in 90 % of body voxels."""
     # histogram of z-scores in bins of 0.01, because integer counts are summed exactly across ranks
     counts = torch.zeros(10_000, dtype=torch.int64)
     for batch in eval_batches(run, dataset, cascade):

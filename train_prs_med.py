@@ -413,9 +413,7 @@ def fingerprint(model: nn.Module) -> Tensor:
 
 
 def load_weights(model: PRSMed, saved: dict) -> None:
-    """Load the trained weights. Raises InputError if the architecture or the frozen weights do not match the
-    checkpoint.
-    """
+    """Load the trained weights. Raises InputError if the architecture or frozen weights do not match the checkpoint."""
     base, own = saved["base"], fingerprint(model)
     # allow for rounding: either run may have loaded the base model in bf16, which has 7 mantissa bits
     if base.shape != own.shape or not torch.allclose(base, own, rtol=2**-7, atol=1e-6, equal_nan=True):

@@ -1,6 +1,4 @@
-"""Helpers shared by all scripts. If torch is not installed, importing this package exits with a hint on how to install
-it.
-"""
+"""Helpers shared by all scripts. If torch is not installed, importing this package exits with an installation hint."""
 
 import importlib.util
 import sys

@@ -139,9 +139,7 @@ def _find_series(path: Path) -> dict:
 
 
 def _read_tags(series: dict) -> np.ndarray:
-    """Return the values of the DICOM tags in TAGS as a (slices, 15) array. Raises InputError for a missing or unusable
-    tag.
-    """
+    """Return the DICOM tags in TAGS as a (slices, 15) array. Raises InputError for a missing or unusable tag."""
     # MR images may lack a rescale slope, but CT values need one to be in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
     numbers = []

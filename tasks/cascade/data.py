@@ -323,9 +323,7 @@ class Data:
         return torch.cat(rays)
 
     def learn_prior(self) -> Prior:
-        """All ranks: return the Prior, a ridge regression that rank 0 fits to the first PRIOR_PATIENTS training
-        patients.
-        """
+        """All ranks: return the Prior, which rank 0 fits to the first PRIOR_PATIENTS training patients."""
         prior, threads = None, torch.get_num_threads()
         with du.agree_on_errors():
             if du.world()[0] == 0:

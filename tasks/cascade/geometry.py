@@ -73,9 +73,7 @@ def resize(x: Tensor, size: tuple | list) -> Tensor:
 
 
 def lift(image: Tensor, view: int, size: tuple | list) -> Tensor:
-    """Resize a view's image (B, C, rows, columns) to the voxel grid and repeat it along the view's rays: (B, C, X, Y,
-    Z).
-    """
+    """Resize a view's image (B, C, rows, columns) and repeat it along the view's rays: (B, C, X, Y, Z)."""
     axis = RAYS[view]
     plane = as_plane(resize(image, (size[2], size[3 - axis])))
     return plane.unsqueeze(axis).expand(*image.shape[:2], *size)

@@ -82,9 +82,7 @@ def read_example(data, index: int, step: int) -> Example:
 
 
 def shape_of_masks(rows: list[Example]) -> tuple[int, bool]:
-    """Return the median number of connected regions per mask, and whether more than 5 % of the masks touch the image
-    edge.
-    """
+    """Return the median number of connected regions per mask, and whether over 5 % of the masks touch the edge."""
     parts, touching = [], []
     for mask in (row.mask for row in rows if row.mask.any()):
         sizes = np.bincount(ndimage.label(mask)[0].ravel())[1:]
