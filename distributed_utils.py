@@ -50,7 +50,7 @@ class Ranks:
     device: torch.device
     launcher: str
     store: dist.Store | None
-    # time of the last record_position(); a list, because the dataclass is frozen
+    # time of record_position()'s last write; a list, because the dataclass is frozen
     noted: list[float] = field(default_factory=lambda: [-math.inf], compare=False)
 
     @property
@@ -96,7 +96,7 @@ def read_environment() -> tuple[int, int, int, str]:
     tasks = whole("SLURM_STEP_NUM_TASKS", "1")
     if tasks == 1:
         return 0, 0, 1, "python"
-    # the master is the first host of a list such as gpu[01-03,07]-ib,login1; concurrent jobs need different ports
+    # the master is the first host of a list such as gpu[01-03,07]-ib,login1; concurrent srun calls need different ports
     first = re.match(r"([^][,]|\[[^]]*\])*", env.get("SLURM_STEP_NODELIST", "localhost"))[0]
     env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+)[^]]*\]", r"\1", first))
     job, step = whole("SLURM_JOB_ID", "0"), whole("SLURM_STEP_ID", "0")
@@ -144,8 +144,9 @@ def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
-    """Context manager that joins the process group and leaves it at the end, even after an error.
+    """Context manager that joins the process group and leaves it at the end.
 
+    InputError, RunError and SystemExit must be raised on all ranks; with several ranks, any other error exits at once.
     timeout: seconds that a collective waits for other ranks. DDP wrappers must not outlive the `with` block: with torch
     2.13, about one exit in eight then aborts.
     """
@@ -285,10 +286,10 @@ def create_distributed_dataloader(
 ) -> DataLoader:
     """Create a DataLoader over this rank's samples, in batches of at most `batch_size`.
 
-    With `train`, samples are shuffled, and an optimizer step takes `effective_batch_size` samples over all ranks; call
-    `loader.batch_sampler.set_position(epoch)` before each epoch. Random augmentation must depend only on (seed,
-    index.epoch, index), see utils.sampler.Index. The name of the function is from the published survival training guide
-    (guide 2).
+    With `train`, samples are shuffled, and an optimizer step takes `effective_batch_size` samples over all ranks.
+    A loop without Training.steps() must call `loader.batch_sampler.set_position(epoch)` before each epoch. Random
+    augmentation must depend only on (seed, index.epoch, index), see utils.sampler.Index. The name of the function is
+    from the published survival training guide (guide 2).
     """
     rank, world_size = world()
     if train:
@@ -459,7 +460,7 @@ def share_bytes(size: int) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def agree_on_errors() -> Iterator[None]:
-    """Context manager: if any rank raises InputError or RunError, all ranks raise this error."""
+    """All ranks: context manager; if any rank raises InputError or RunError, all ranks raise the first such error."""
     own = None
     try:
         yield

@@ -552,6 +552,21 @@ def test_aurocs_match_scikit_learn():
     assert report.macro(areas) == pytest.approx(areas[:, :2].mean(1))
 
 
+def test_table_is_grouped_by_view_sex_and_age(tmp_path):
+    lines = ["image,question,answer,labels,split,view,sex,age"]
+    for number, (answer, group) in enumerate((("yes", "AP,F,39"), ("no", "AP,M,40"), ("yes", "PA,,"))):
+        Image.new("L", (32, 32)).save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png,Is it?,{answer},{('Edema', 'none')[number % 2]},test,{group}")
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    data = prepared(tmp_path / "t.csv", tmp_path / "out")
+    rows = {"study": data.study, "head": data.head, "target": data.target, "chexpert": data.labels[data.study]}
+    rows |= {"predicted": np.full(3, data.target[0]), "probability": np.full((3, 2), 0.5)}
+    metrics = report.table_of_groups(report.SplitResults("test", rows, data))
+    accuracy = {name.split("/")[1]: value for name, value in metrics.items() if re.fullmatch("group/.*accuracy", name)}
+    assert accuracy == {"view AP": 0.5, "view PA": 1, "sex F": 1, "sex M": 0, "age [0, 40)": 1, "age [40, 60)": 0}
+    assert metrics["group/view AP/chexpert_auroc"] == 1
+
+
 def test_baselines_without_the_image():
     """The most frequent answer to the question's type, or to its text if that occurs in training."""
     train = {"type": [0, 0, 0, 1, 1], "head": [0, 0, 0, 2, 2], "question": [7, 7, 8, 9, 9], "target": [1, 1, 0, 5, 5]}

@@ -65,7 +65,7 @@ def load_fake_cuda() -> ctypes.CDLL | None:
     """Load tools/fake_cuda.cpp, a CUDA device that does nothing; return None if the machine has a GPU.
 
     Call this function before torch is imported, because torch looks up its CUDA hooks during the import. Raises
-    InputError if the compilation fails.
+    InputError if the file cannot be compiled.
     """
     try:
         count = ctypes.c_int(0)

@@ -1,8 +1,8 @@
 """Checkpoints that survive a kill at any moment.
 
-A run folder has files such as `step_00000120.pt`, and `best.pt`, a hard link to one of them. Each file ends with a
-seal: a line with the step, the run id and the sha256 hash of all previous bytes. A checkpoint is valid if the hash
-matches and the file `run_id` contains the same run id.
+A run folder has files such as `step_00000120.pt`, and `best.pt`, a hard link to one of them, which may have been
+deleted since. Each file ends with a seal: a line with the step, the run id and the sha256 hash of all previous bytes. A
+checkpoint is valid if the hash matches and the file `run_id` contains the same run id.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ def frozen_names(model: torch.nn.Module) -> set[str]:
 
 
 def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return a model's buffers and trainable parameters, by their names in the unwrapped model."""
+    """Return a model's buffers and non-frozen parameters, by their names in the unwrapped model."""
     frozen = frozen_names(model) if frozen is None else frozen
     state = {name: value for name, value in model.state_dict().items() if name not in frozen}
     return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in state.items()}
@@ -311,8 +311,8 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
     """All ranks: create and lock the run folder on rank 0. Keep the returned lock file open throughout the run.
 
     may_exist: whether the folder may contain a run; if that run is still writing, wait up to `wait` seconds for it to
-    end. Raises InputError on all ranks if the folder is in use, is not visible to a rank, or contains a run although
-    may_exist is False.
+    end. Raises InputError on all ranks if the folder is not writable, is in use, is not visible to a rank, contains a
+    run although may_exist is False, or contains a run's files but no run id.
     """
     lock = None
     make_folder(folder)
@@ -369,8 +369,8 @@ def begin_run(
     """Rank 0: begin a new run in the folder, or continue the checkpoint's run and delete its later checkpoints.
 
     A new run deletes the files of the old run, so call this only after all inputs have been checked. Returns whether
-    best_names[0] is a valid checkpoint of this run and not later than `checkpoint`. Raises InputError if the folder
-    contains a run other than the checkpoint's and `overwrite` is False.
+    best_names[0] is a valid checkpoint of this run and not later than `checkpoint`. Raises InputError if the
+    checkpoint is from another run than the folder's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"

@@ -113,7 +113,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser with a --config flag. On an error, rank 0 prints one line and every rank exits with code 2."""
+    """ArgumentParser with a --config flag. On an error, rank 0 prints one line and every rank exits with code 2.
+
+    Flags must not be required, because the command line is first parsed without the config file.
+    """
 
     def __init__(self, doc: str, sections: tuple[str, ...] = ()):
         """doc: description in one line, then examples. sections: config-file keys that hold groups of flags."""
@@ -145,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         if args.config:
             path = args.config
             if path.startswith("config/") and not Path(path).exists():
-                # the published training guide calls the configs/ folder config/
+                # the published guide for the cascade calls the configs/ folder config/
                 path = path.replace("config/", "configs/", 1)
             # the command line has already been parsed without errors, so any error here is in the config file
             self.source = f"{path}: "
@@ -197,7 +200,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_config(path: str) -> dict:
-    """Read a mapping from a YAML or JSON file (// comments allowed). Raises InputError if the file is unusable."""
+    """Read a mapping from a YAML or JSON file; JSON may have // comments. Raises InputError if the file is unusable."""
     import yaml
 
     try:

@@ -43,7 +43,7 @@ class Engine:
     ):
         """All ranks: create the engine. saved: contents of the checkpoint to restore, if any.
 
-        frozen: names of parameters to leave out of checkpoints (default: parameters that do not require gradients).
+        frozen: names of parameters to leave out of checkpoints (default: those that require no gradients now).
         """
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
@@ -79,9 +79,7 @@ class Engine:
 
     @contextlib.contextmanager
     def around_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context manager for the forward and backward pass of one micro-batch. last: whether to all-reduce the
-        gradients afterwards.
-        """
+        """Context manager for the passes of one micro-batch. last: whether to all-reduce the step's gradients."""
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield

@@ -26,8 +26,8 @@ def open_upright(path: str | Path, window: Window | None = None, side: int | Non
 
     Gray values of more than 8 bits are scaled to 0..255 by `window`, by the window in the DICOM file, or by the range
     of the values, in this order of preference. side: a JPEG may be decoded at a reduced size, but each edge keeps at
-    least `side` pixels. raw: return such values unrounded (mode F); without a window, integers are scaled by
-    bits_window() and floats are not scaled. Raises OSError or ValueError if the file cannot be opened.
+    least `side` pixels. raw: return such values unrounded (mode F); integers without a DICOM window are then
+    scaled by bits_window(), and floats are not scaled. Raises OSError or ValueError if the file cannot be opened.
     """
     try:
         return _open_dicom(path, window, raw) if is_dicom(path) else _open_picture(path, window, side, raw)

@@ -1,6 +1,6 @@
 """Run log: banner, progress lines, metrics.jsonl, TensorBoard, Weights & Biases and training curves.
 
-All ranks call these functions, but only rank 0 writes.
+All ranks use this module, but only rank 0 writes.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
-        """losses: names of the values passed to step(), in order. saved: result of state() at step `step`, or None for
+        """losses: names of the losses passed to step(), in order. saved: result of state() at step `step`, or None for
         a new run.
         """
         self.folder = folder
@@ -139,7 +139,7 @@ class RunLog:
         """Record the values of one optimizer step. Raises RunError on all ranks after too many skipped steps in a row.
 
         values: scalar tensors with the losses of each micro-batch on this rank, then the gradient norm over all ranks.
-        A non-finite norm means that the step was skipped.
+        Losses are summed over micro-batches and ranks. A non-finite norm means that the step was skipped.
         """
         self.recent.append(values)
         self.samples += samples
@@ -168,7 +168,7 @@ class RunLog:
                 raise RunError(f"{reason}; lower the learning rate, or look for bad data after the last checkpoint")
 
     def write_interval(self, step: int, epoch: int, total_steps: int) -> None:
-        """All ranks: log speed, memory and the mean of each value since the last log line."""
+        """All ranks: log speed, memory and the mean of each value's finite entries since the last log line."""
         self.collect()
         if not self.rows:
             return

@@ -64,7 +64,7 @@ class BatchPlan(NamedTuple):
     gpu_shares: list[int]
 
     def invariants(self) -> dict:
-        """Return the batch settings under their names in checkpoints; only --auto_batch may change `leaf` on resume."""
+        """Return the batch settings by their names in checkpoints; on resume, only lack of memory may change `leaf`."""
         return {
             "effective_batch_size": self.global_batch_size,
             "lr_times": self.lr_factor,
@@ -139,8 +139,8 @@ class Run:
         """All ranks: choose the batch and micro-batch sizes from the flags or, on resume, from the checkpoint.
 
         try_once(size): forward and backward pass, without collectives, on the `size` samples that need the most memory.
-        With --auto_batch, all ranks halve the micro-batch size until this pass succeeds on every rank. Raises RunError
-        if a single sample does not fit.
+        With --auto_batch or --gpu_shares auto, all ranks halve the micro-batch size until this pass succeeds on every
+        rank. Raises RunError if a single sample does not fit.
         """
         args, ranks = self.args, self.ranks
         micro_batch_size, global_batch_size = batch_size, effective_batch_size
@@ -245,7 +245,7 @@ class Training:
         extra: Callable[[], dict] = dict,
         best_names: tuple[str, ...] = ("best.pt",),
     ):
-        """All ranks: open the run folder for writing. Call this only after all inputs have been checked.
+        """All ranks: open the run folder for writing and delete outdated files, so check all inputs before.
 
         extra: returns the script's own checkpoint entries. best_names: file names for the best checkpoint; the name for
         the current stage comes first. Raises InputError if the plan's invariants differ from the checkpoint's.
@@ -319,7 +319,7 @@ class Training:
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
         """All ranks: yield optimizer steps until an evaluation is due or the epoch or the run ends.
 
-        count(batches): returns a list of counts for this rank's batches of a step, or for [] if it has none.
+        count(batches): returns a fixed number of counts for this rank's batches of a step, or for [] if it has none.
         step.totals: sums of the counts over all ranks.
 
         After a stop signal on any rank, all ranks stop within two steps, and `stopped` is the exit code. Raises
@@ -392,10 +392,11 @@ class Training:
     # --- evaluations and checkpoints ----------------------------------------------------------------------------------
 
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
-        """All ranks: log an evaluation and save a checkpoint if one is due. Call this each time steps() ends.
+        """All ranks: log an evaluation and save a checkpoint if one is due.
 
-        metrics: {} if there was no evaluation; undefined metrics other than the headline may be missing. headline:
-        metric that selects best.pt. lower: whether a lower value is better.
+        Call this each time steps() ends without a stop signal. metrics: {} if there was no evaluation; undefined
+        metrics other than the headline may be missing. headline: metric that selects best.pt. lower: whether a lower
+        value is better.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -463,6 +464,7 @@ class Training:
             self.saved_position, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
+        """All ranks: save a checkpoint after a stop signal; return the exit code."""
         self.save()
         # close the log first: when wait() returns, other ranks may exit, and srun then kills rank 0
         self.log.close()
@@ -577,7 +579,7 @@ class Step:
         """Run the backward pass of losses[0], this micro-batch's term of the step's loss; log all losses.
 
         through: for a loss that is not a sum over micro-batches, the pair (model's output for this micro-batch,
-        gradient of the step's loss with respect to this output). If a loss is not finite, all ranks skip the step.
+        gradient of the step's loss with respect to this output). If losses[0] is not finite, all ranks skip the step.
         """
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
         if through:

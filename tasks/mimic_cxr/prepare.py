@@ -37,7 +37,10 @@ from tasks.mimic_cxr.answers import CHEXPERT, CLASS_OF, HEAD_NUMBER, HEADS, head
 from utils import images, tables
 from utils.cli import InputError, RunError, refuse, whole
 
+# increase only if folders in the old format become unusable
 FORMAT = 1
+# optional columns by which the test's table is grouped
+GROUPING = ("view", "sex", "age")
 SPLITS = ("train", "val", "test")
 VIEWS = {"frontal": ("PA", "AP"), "PA": ("PA",), "AP": ("AP",), "lateral": ("LATERAL", "LL")}
 VIEW_OF_CODE = {"postero-anterior": "PA", "antero-posterior": "AP", "lateral": "LATERAL", "left lateral": "LL"}
@@ -263,7 +266,7 @@ def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Name
         raise InputError(f"{source}: split {split!r} is none of train, val and test; correct it")
     patient = row.get("patient") or image
     split = tables.SPLITS[split.lower()] if split else tables.split_of(patient, args.seed, args.split)
-    given = {name: row[name] for name in ("view", "sex", "age") if row.get(name)}
+    given = {name: row[name] for name in GROUPING if row.get(name)}
     if "age" in given and not re.fullmatch(r"\d+(\.\d+)?", given["age"]):
         raise InputError(f"{source}: age {given['age']!r} is no number; correct it, or leave it blank")
     return {"image": image, "patient": patient, "split": split} | given | labels_of(source, row)
@@ -375,7 +378,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
         print("\n".join(f"warning: {reason}" for reason in reasons[:5]), flush=True)
     counts = dict(zip(SPLITS, np.diff(split_bounds(studies, rows["study"].to_numpy())).tolist(), strict=True))
 
-    studies = studies.reindex(columns=["image", "patient", "split", "view", "sex", "age", *CHEXPERT])
+    studies = studies.reindex(columns=["image", "patient", "split", *GROUPING, *CHEXPERT])
     studies[["age", *CHEXPERT]] = studies[["age", *CHEXPERT]].apply(pd.to_numeric, errors="coerce").astype("float32")
     studies.to_parquet(folder / "studies.parquet")
     rows = rows.unify_dictionaries().combine_chunks()
@@ -434,9 +437,10 @@ def split_bounds(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
 class Prepared:
     """Contents of a folder that prepare() wrote; images and questions are memory-mapped.
 
-    images: (studies, side, side) uint8. labels: (studies, 14) CheXpert labels 1, 0, -1 (uncertain) or NaN. study, head,
-    target: (questions,) indices of the study, answer head and target class. type, question: (questions,) indices into
-    `types` and `texts`. bounds: result of split_bounds().
+    images: (studies, side, side) uint8. studies: rows of studies.parquet, with NaN or None for unknown values. labels:
+    (studies, 14) CheXpert labels 1, 0, -1 (uncertain) or NaN. study, head, target: (questions,) indices of the study,
+    answer head and target class. type, question: (questions,) indices into `types` and `texts`. bounds: result of
+    split_bounds().
     """
 
     folder: Path

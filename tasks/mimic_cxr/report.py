@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 
 from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
-from tasks.mimic_cxr.prepare import Prepared
+from tasks.mimic_cxr.prepare import GROUPING, Prepared
 from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
 # maximum questions per ablation; maximum questions for fitting the image baselines
@@ -22,7 +22,7 @@ MOST_ABLATED, MOST_FITTED = 2000, 30_000
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 AGES = [0, 40, 60, 80, 200]
 
-# {column: one value per question}; answer_questions() adds the model's answers to COLUMNS
+# {column: one value per question}; answer_questions() adds predicted, probability, chexpert and others to COLUMNS
 Rows = dict[str, ndarray]
 COLUMNS = ("study", "head", "target", "type", "question")
 
@@ -305,7 +305,7 @@ def table_of_groups(results: SplitResults) -> dict[str, float]:
     studies = results.data.studies.iloc[rows["study"]]
     age = pd.cut(studies["age"], AGES, right=False).astype(str).replace("nan", None)
     groups = {head: rows["head"] == number for head, number in HEAD_NUMBER.items()}
-    for name, values in {"view": studies["view"], "sex": studies["sex"], "age": age}.items():
+    for name, values in studies[list(GROUPING)].assign(age=age).items():
         groups |= {f"{name} {value}": (values == value).to_numpy() for value in sorted(values.dropna().unique())}
 
     confidence = rows["probability"].max(1)
