@@ -63,7 +63,10 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
 def set_precision(
     wanted: str, device: torch.device, deterministic: bool, convolves_3d: bool = False
 ) -> tuple[str, str]:
-    """Choose the precision and configure torch for it and for --deterministic; return (precision, banner text)."""
+    """Choose the precision and configure torch for it and for --deterministic; return (precision, banner text).
+
+    Raises InputError for an unsupported precision. convolves_3d: whether the model contains 3D convolutions.
+    """
     precision, reason = choose_precision(wanted, device)
     if convolves_3d and precision == "bf16" and device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
@@ -110,7 +113,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group normalization in the precision of its input; under autocast, torch's GroupNorm returns fp32 tensors."""
+    """Group normalization in the precision of its input; torch's would return larger fp32 tensors under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

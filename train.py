@@ -265,9 +265,9 @@ class InContextNet(nn.Module):
 def visible(has_past: Tensor, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
     """Return the attention mask (B, 1, N, N) of [latents | context | queries], True where attention is allowed.
 
-    Context tokens and queries attend to the latents and to earlier context tokens. Every token attends to itself,
-    because softmax needs a True in each row. has_past: (B,), False if the latents are padding. length: (B,), number of
-    real context tokens.
+    Every token attends to the latents. Context tokens and queries also attend to earlier context tokens. Padding is
+    hidden from other tokens. Every token attends to itself, because softmax needs a True in each row. has_past: (B,),
+    False if the latents are padding. length: (B,), number of real context tokens.
     """
     index = torch.arange(n_latent + 2 * n_transit, device=length.device)
     is_latent, is_query = index < n_latent, index >= n_latent + n_transit
@@ -418,7 +418,10 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
 
 
 def evaluate(model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace) -> dict:
-    """All ranks: evaluate the model during training; return {"split/metric": value}."""
+    """All ranks: evaluate the model during training; return {"split/metric": value}.
+
+    All splits must have the same number of tasks.
+    """
     env = splits["val"].histories.env
     tasks = [task for segments in splits.values() for task in segments.tasks.tolist()]
     returns, _ = act_in_context(model, env, tasks, VAL_AGENTS, args.val_episodes, run, args)
@@ -452,6 +455,7 @@ def test(
 
 
 def build_model(args: Namespace, precision: str, device: torch.device, env: Env | None = None) -> InContextNet:
+    # with the same seed, every rank initializes the model identically
     torch.manual_seed(args.seed)
     return InContextNet(env or make_env(args.env or "darkroom"), args).to(device)
 

@@ -209,7 +209,7 @@ class ChestModel(nn.Module):
         return self
 
     def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
-        """Encode images (I, 1, S, S) in [0, 255] as patch features (I, P, width)."""
+        """Encode images (I, 1, S, S) in [0, 255] as features (I, P, width) of tokens or feature-map cells."""
         encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
@@ -242,7 +242,7 @@ class ChestModel(nn.Module):
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
         """Return fp32 logits: (B, classes) for each answer head, then (B, 14) for the CheXpert labels.
 
-        image, ids, mask, image_of: see Questions.batch().
+        image, ids, mask, image_of: see Questions.batch(); after augment(), `image` is float.
         """
         with autocast(image.device, self.precision):
             tokens = self.image_tokens(image)
@@ -373,8 +373,8 @@ class Questions(Dataset):
     """Dataset of the questions of a split. Items are only indices; batch() loads the data.
 
     limit: number of evenly spaced questions to use; 0 uses all. replacement: (studies,), for each study, the index of
-    the study whose image is shown instead; -1 for a black image. rows: question indices to use instead of the whole
-    split.
+    the study whose image is shown instead; -1 for a black image. rows: row numbers of questions in `data`, instead of
+    the whole split.
     """
 
     def __init__(
@@ -412,8 +412,8 @@ class Questions(Dataset):
 
         index: (B,) indices in this dataset. image: (I, 1, S, S) uint8. image_of: (B,) index of each question's image.
         ids, mask: (B, T). head, target: (B,) indices of the answer head and the correct class. label, known: (B, 14)
-        CheXpert labels, and whether each label enters the loss. augmentation: (I, 6), in the order of STRENGTH; only if
-        augmentation is on.
+        CheXpert labels, and whether each label enters the loss. augmentation: (I, 6), in the order of STRENGTH; only in
+        training with --augmentation.
         """
         data, rows = self.data, np.array([self.rows[index] for index in indices])
         study = data.study[rows]
@@ -545,6 +545,7 @@ def answer_questions(model: ChestModel, data: Questions, batch_size: int, run: R
 
 
 def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
+    """Score the model on a split; return the metrics on every rank. Call on all ranks."""
     rows, metrics = answer_questions(model, data, batch_size, run, args), {}
     if run.ranks.is_main:
         metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)

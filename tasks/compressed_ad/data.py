@@ -284,6 +284,7 @@ class Histories:
             words = np.stack([states % self.env.cells, actions, next_states % self.env.cells, targets], -1)
             self.words[task], self.rewards[task] = words.swapaxes(0, 1), rewards.T
             self.curves.append(learning_curve(rewards, self.env))
+            # free the arrays of this task
             group.clear()
         self.digest = hashlib.sha256(self.words.tobytes() + self.rewards.tobytes()).hexdigest()[:12]
 
@@ -479,7 +480,7 @@ class SegmentDataset(Dataset):
         order = np.argsort(-depth, kind="stable")
         index, history, depth, end, shift = (part[order] for part in (index, history, depth, end, shift))
         length = np.minimum(self.n_transit, end - depth * self.n_transit)
-        # block numbers (B, max_depth + 1): 0, 1, ... for the blocks to compress, then `depth` for the context
+        # block numbers (B, max_depth + 1): 0, 1, ... for the blocks to compress; last column: `depth` for the context
         block = np.tile(np.arange(self.max_depth + 1), (len(end), 1))
         is_used = block < depth[:, None]
         compressed = is_used.sum(0)[:-1].tolist()

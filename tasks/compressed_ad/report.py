@@ -57,7 +57,7 @@ class TabularQ:
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         self.env, self.rng, self.agent = env, rng, np.arange(len(task))
-        # initial Q-value: `optimism` times the maximum discounted return
+        # initial Q-value: `optimism` times the discounted return of the highest reward at every step
         self.initial_value = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
         self.q = np.full((len(task), *env.next.shape[1:3]), self.initial_value)
 
@@ -206,8 +206,8 @@ def report_test(
 def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
     """Return a figure of return against episode for each agent in `curves`.
 
-    bands: (episodes, 2), confidence interval of the first curve. path: (episodes, horizon + 1), states of one agent,
-    drawn if the environment is a room.
+    bands: (episodes, 2), confidence interval of the first curve. path: (episodes, horizon + 1), states of one agent on
+    the first task, drawn if the environment is a room.
     """
     from matplotlib.figure import Figure
 

@@ -48,7 +48,8 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
     """Return (index of the target class, ""), or (None, reason) if the main answers determine no class.
 
     The binary head uses the sign of the first main answer, reversed for `is_normal` questions. The other heads use the
-    first answer that names a known class. Negative answers are tried last, because they may name absent findings.
+    first answer that names a known class. Negative answers are tried last, because they may name absent findings;
+    they give no class for `where_is` questions, and "no finding" for the category head.
     """
     mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
     if not mains:

@@ -289,7 +289,8 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
     """Read the user's table; return (studies, questions, empty Counter).
 
-    Without a "question" column, each CheXpert label of 0 or 1 becomes a yes-or-no question.
+    Without a "question" column, each CheXpert label of 0 or 1 becomes a yes-or-no question. Lists all
+    invalid rows and raises InputError.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
@@ -388,7 +389,7 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     metadata |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     metadata |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
     with open(folder / "questions.arrow", "rb") as written:
-        # the digest checksum, so that a resumed run can detect changed questions
+        # a resumed run compares this digest with its checkpoint, to detect changed questions
         metadata["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 

@@ -16,7 +16,7 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
 from tasks.mimic_cxr.prepare import GROUPING, Prepared
 from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
-# maximum questions per ablation; maximum questions for fitting the image baselines
+# maximum questions per ablation; maximum training or validation questions for fitting baselines
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
 # maximum number of classifiers (one per question text) and of principal components of an image baseline
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
@@ -240,7 +240,8 @@ def print_tables(
 ) -> dict[str, float]:
     """Print and return the scores of the network, the baselines and the ablations.
 
-    fitted, val: questions for the image baselines. ablations: {ablation: (question indices, answers)}.
+    train: all training questions. fitted: those used to fit the label and image baselines. val: validation questions
+    that select the image baselines' penalties. ablations: {ablation: (question indices, answers)}.
     """
     answers, label_scores = {}, {}
     if len(train["target"]):

@@ -37,9 +37,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def read_zero_config(path: str) -> dict:
-    """Read and check a DeepSpeed config file.
+    """Read a DeepSpeed config file and check its blocks zero_optimization, fp16 and bf16.
 
-    Raises InputError if the file is invalid or sets a value that a script flag controls.
+    Raises InputError if the file or one of these blocks is invalid, or if it sets a value that a script flag controls.
     """
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -116,7 +116,7 @@ class ZeroEngine(Engine):
                 setattr(scaler, name, value)
 
     def filled_config(self) -> dict:
-        # the script implements activation checkpointing itself
+        # fp16 and bf16 are set below, and the script implements activation checkpointing itself
         replaced = ("fp16", "bf16", "activation_checkpointing")
         config = {key: value for key, value in self.config.items() if key not in replaced}
         config |= {
