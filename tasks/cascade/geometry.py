@@ -185,7 +185,7 @@ def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tupl
     return torch.stack(spread).mean(0).clamp(-1, 1)
 
 
-# --- linear posterior: ridge regression from X-rays to volumes --------------------------------------------------------
+# --- linear posterior (a ridge regression) ----------------------------------------------------------------------------
 
 
 class Prior(NamedTuple):
