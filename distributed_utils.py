@@ -58,7 +58,9 @@ class Ranks:
         return self.rank == 0
 
     def wait_for_main(self, what: str) -> None:
-        """All ranks: wait until rank 0 calls this, for up to a week. what: a key that no other call uses."""
+        """All ranks: block until rank 0 arrives (timeout: one week). what: a key unique to this barrier, the same on
+        all ranks.
+        """
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:

@@ -1,4 +1,4 @@
-"""Train PRS-Med (arXiv 2505.11872) to answer a question about a medical image with a mask and a sentence.
+"""Train PRS-Med (arXiv 2505.11872): given a medical image and a question, it outputs a mask and a sentence.
 
     python train_prs_med.py --data_root data                              # one GPU, or CPU when there is none
     ./run_multi_gpu_train.sh data 4                                       # 4 GPUs (without GPUs: 4 processes)

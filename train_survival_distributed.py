@@ -35,7 +35,7 @@ from utils.cli import (
 FORMAT = "survival/3"
 # ridge penalties to try for Cox models, in decreasing order: each fit starts from the previous coefficients
 PENALTIES = [10 ** (power / 2) for power in range(7, -2, -1)]
-# flags that a resumed run takes from the checkpoint
+# flags that define the model and its input; with a checkpoint, their values come from the checkpoint
 MODEL_FLAGS = (
     "image", "resnet", "base_channels", "stem_stride", "norm", "image_size", "hu_window", "spacing", "orientation",
     "clinical_columns", "mask_column", "mask_mode", "mask_margin",
@@ -114,7 +114,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--pretrained_path", metavar="FILE", help="model.safetensors of another run, or a MedicalNet .pth")
     advanced("--freeze_epochs", type=whole(0), default=0, help="number of first epochs that train only the head")
 
-    text = "inner folds of the training fold, to weight the image part on unseen cases; 0: its weight stays 1"
+    text = "inner folds of the training fold, to weight the image term on unseen cases; 0: its weight stays 1"
     add("--inner_folds", type=whole(0), default=2, metavar="N", help=text)
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
@@ -236,11 +236,11 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """Predicts a log-hazard as the sum of a Cox model on the table's columns (column part) and a 3D ResNet on the image
-    (image part).
+    """Predicts a log-hazard as the sum of a Cox model on the table's columns (column term) and a 3D ResNet on the image
+    (image term).
 
-    The Cox coefficients stay fixed during training. The ResNet's linear head is initialized to zero, so the initial
-    predictions are those of the Cox model.
+    The Cox coefficients stay fixed during training. The ResNet's linear head starts at zero unless its weights are
+    loaded, so the initial predictions are those of the Cox model.
     """
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str):
@@ -306,7 +306,7 @@ def build_model(
     """
     torch.manual_seed(args.seed)
     found = saved["model"] if saved else read_pretrained(args)
-    # type A shortcuts have no weights, all other shortcuts have weights named "downsample"
+    # type A shortcuts have no weights, whereas every network of type B has weights named "downsample"
     is_type_a = found and not any("downsample" in name for name in found)
     model = RiskNet(args, columns, precision, shortcut="A" if is_type_a else "B")
     if saved:
@@ -326,7 +326,7 @@ def build_model(
 def read_pretrained(args: Namespace) -> dict[str, Tensor]:
     """Return the weights in the --pretrained_path file as {RiskNet parameter name: tensor}, or {} without this flag.
 
-    Raises InputError if the file is unreadable or does not fit --norm or --stem_stride.
+    Raises InputError if the file is unreadable or if MedicalNet's weights do not fit --norm or --stem_stride.
     """
     path = args.pretrained_path
     if not path:
@@ -457,14 +457,15 @@ def best_cox_model(models: dict[str, dict]) -> str:
 
 
 def estimate_image_weight(x: np.ndarray, image: np.ndarray, train: MultiGPUSurvivalDataset, cox_model: dict) -> dict:
-    """Estimate the weight of the image part of the log-hazard by fitting a Cox model to the columns and the image part.
+    """Estimate the weight of the image term of the log-hazard by fitting a Cox model to the columns and the image term.
 
-    x: (n, k), encoded columns. image: (n,), image part of each case, predicted by a network not trained on the case.
+    x: (n, k), encoded columns. image: (n,), image term of each case, predicted by a network not trained on the case.
     cox_model: Cox model of the columns. Returns {"linear": coefficients of the columns, "image_weight": weight,
     "image_chi2": chi2}.
 
-    If the image part is significant (chi2 > 3.84) and its coefficient is positive, the fitted coefficients are shrunk
-    towards cox_model by the fraction 1 / chi2 (van Houwelingen and le Cessie 1990). Otherwise the weight is 0.
+    If the image term is significant (chi2 > 3.84) and its coefficient is positive, the fitted coefficients are shrunk
+    towards cox_model by the fraction 1 / chi2 (van Houwelingen and le Cessie 1990). Otherwise the weight is 0, and the
+    coefficients are those of cox_model.
     """
     linear = np.array(cox_model["beta"])
     seen = linear != 0
@@ -489,7 +490,8 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     """All ranks: compute the gradients for one optimizer step, independently of the number of ranks and micro-batches.
 
     The risk set of an event spans the global batch, so every rank computes the loss from the log-hazards of all ranks.
-    With several micro-batches, an extra forward pass without gradients computes the log-hazards (Gao et al. 2021).
+    If any rank may have several micro-batches, an extra forward pass without gradients computes the log-hazards (Gao et
+    al. 2021).
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
     sizes, device = training.batch, training.ranks.device
@@ -530,7 +532,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 def predict_parts(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run) -> np.ndarray:
     """All ranks: predict the cases in `data`, splitting them among the ranks; return all predictions on every rank.
 
-    Returns float64 (n, 2), the column part and the image part of each log-hazard. Raises RunError if a prediction is
+    Returns float64 (n, 2), the column term and the image term of each log-hazard. Raises RunError if a prediction is
     not finite.
     """
     model.eval()
@@ -569,7 +571,7 @@ def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str,
 def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
     """Return the baseline models' log-hazards for the validation set: Kaplan-Meier, Cox models and a random forest.
 
-    The forest predicts martingale residuals from the columns (Therneau, Grambsch and Fleming 1990). scikit-survival's
+    For synthetic data, the true risk is included. The forest predicts martingale residuals from the columns (Therneau, Grambsch and Fleming 1990). scikit-survival's
     forest is not used because of its GPL license. Returns {model: (log-hazards, baseline hazard or None)}.
     """
     from sklearn.ensemble import RandomForestRegressor
@@ -599,7 +601,7 @@ def test(
     other_run: dict[str, tuple],
     title: str,
 ) -> tuple[dict[str, float], pd.DataFrame | None]:
-    """All ranks: score the validation set after training, for summary.json; rank 0 prints the scores and writes
+    """All ranks: score the validation set after training or with --eval_only; rank 0 prints the scores and writes
     predictions and a figure.
 
     parts: {"val": ..., "train": ...} from predict_parts(). reference: result of report.fit_reference(). Returns
@@ -769,7 +771,7 @@ def begin_training(
 def train_epochs(training: Training, loader: DataLoader, sets: dict | None = None) -> int:
     """All ranks: train until the last step of the run; validate after each epoch unless `sets` is None.
 
-    Returns the exit code, which is 0 unless a signal stopped training.
+    With --eval_every_steps, it also validates within epochs. Returns the exit code, which is 0 unless a signal stopped training.
     """
     run, args, model = training.run, training.args, training.engine.model
     while not training.is_over():
@@ -795,10 +797,10 @@ def train_epochs(training: Training, loader: DataLoader, sets: dict | None = Non
 def cross_fit_image_weight(
     training: Training, inputs: Inputs, train: MultiGPUSurvivalDataset, cox_models: dict[str, dict]
 ) -> tuple[int, dict, np.ndarray | None]:
-    """All ranks: estimate the weight of the image part by cross-validation within the training fold.
+    """All ranks: estimate the weight of the image term by cross-validation within the training fold.
 
     Trains --inner_folds networks. Returns (exit code, result of estimate_image_weight(), parts). parts: (n, 2), the
-    column part and the image part of each training case's log-hazard, where the image part comes from the network not
+    column term and the image term of each training case's log-hazard, where the image term comes from the network not
     trained on the case. After a stop signal, the exit code is nonzero and parts is None.
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
@@ -809,7 +811,7 @@ def cross_fit_image_weight(
     own |= {"gpu_shares": ",".join(map(str, sizes.gpu_shares)), "resume_from": "auto" if args.resume_from else None}
     own |= {"max_steps": 0, "profile": None, "wandb": None}
     for left_out in range(1, args.inner_folds + 1):
-        du.print_main(f"\n--- weight of the image part: inner fold {left_out} of {args.inner_folds}")
+        du.print_main(f"\n--- weight of the image term: inner fold {left_out} of {args.inner_folds}")
         own["output_dir"] = f"{args.output_dir}/inner_{left_out}_of_{args.inner_folds}"
         run = Run(FORMAT, with_flags(args, **own), ranks, ADVICE, MODEL_FLAGS)
         sets = inputs.sets({"train": rows[fold != left_out], "val": rows[fold == left_out]}, args)
@@ -834,7 +836,7 @@ def cross_fit_image_weight(
     found = du.broadcast_object(estimate_image_weight(x, image, train, cox_model) if ranks.is_main else None)
     weight = found["image_weight"]
     effect = f"its weight is {weight:.2f}" if weight else "it adds nothing, so the Cox model of the columns remains"
-    du.print_main(f"image part on cases that its network was not trained on: chi2 {found['image_chi2']:.1f}; {effect}")
+    du.print_main(f"image term on cases that its network was not trained on: chi2 {found['image_chi2']:.1f}; {effect}")
     return 0, found, np.column_stack([x @ np.array(found["linear"]), weight * image])
 
 
@@ -858,7 +860,7 @@ def score_checkpoint(
     set_image_weight(model, reference)
     parts = {name: predict_parts(model, sets[name], run.micro_batch_size, run) for name in ("val", "train")}
     if not reference:
-        du.print_main("warning: these are not the run's final weights, so the image part keeps its weight of 1")
+        du.print_main("warning: these are not the run's final weights, so the image term keeps its weight of 1")
         reference = report.fit_reference(parts["train"], parts["train"], sets["train"])
     metrics, _ = test(run, sets, parts, reference, cox_models, other_run, "val")
     run.write_summary("eval_val", metrics)
@@ -899,7 +901,7 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
         weighed, unseen = {}, None
         events = cohort.event[train].sum()
         if events < 4 * args.inner_folds and steps:
-            du.print_main(f"warning: {events} events are too few to weight the image part; its weight stays 1")
+            du.print_main(f"warning: {events} events are too few to weight the image term; its weight stays 1")
         # do not estimate the image weight if --max_steps ended the run early
         elif args.inner_folds and 0 < run.position.step == steps:
             training.flush()
@@ -930,7 +932,7 @@ def train_fold(args: Namespace, ranks: du.Ranks) -> tuple[int, tuple | None]:
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks) -> int:
-    # ask only rank 0: on a network drive, the other ranks may see outdated contents of the folder
+    # only rank 0's answer counts: on a network drive, the other ranks may see outdated contents of the folder
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
     metrics, cases = [], {}

@@ -166,7 +166,7 @@ def test_ridge_penalty_maximizes_cross_validated_likelihood_of_lifelines(heart_a
 
 
 def test_image_weight_matches_lifelines(heart_attacks):
-    """It is shrunk by chi2, and 0 if the image part is noise or has the wrong sign."""
+    """It is shrunk by chi2, and 0 if the image term is noise or has the wrong sign."""
     from lifelines import CoxPHFitter
 
     x, time, event = heart_attacks

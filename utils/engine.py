@@ -129,7 +129,7 @@ class Engine:
 def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
     if world()[1] == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    # depthwise convolutions trigger this harmless warning
+    # depthwise convolutions trigger DDP's harmless warning about gradient strides
     warnings.filterwarnings("ignore", message="Grad strides do not match")
     on_cpu = device.type == "cpu"
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(checkpoint.frozen_names(model)))

@@ -181,7 +181,7 @@ class Run:
         """
         self.ranks.record_position(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
-        # resetting starts a thread, which is too slow to do at every step
+        # resetting the watchdog starts a thread, which is too slow to do at every step
         if self.stack_file and now - self.watchdog_reset > 0.1 * timeout:
             faulthandler.dump_traceback_later(0.9 * timeout, file=self.stack_file)
             self.watchdog_reset = now
@@ -319,8 +319,8 @@ class Training:
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
         """All ranks: yield optimizer steps until an evaluation is due or the epoch or the run ends.
 
-        count(batches): returns a fixed number of counts for this rank's batches of a step, or for [] if it has none.
-        step.totals: sums of the counts over all ranks.
+        count(batches): called with this rank's batches of the step (perhaps none); returns a list of counts, always of
+        the same length. step.totals: their sums over all ranks.
 
         After a stop signal on any rank, all ranks stop within two steps, and `stopped` is the exit code. Raises
         InputError on all ranks if a sample is unusable.

@@ -194,7 +194,7 @@ def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
     return order[:-unseen], order[-unseen:]
 
 
-# --- agents without a network -----------------------------------------------------------------------------------------
+# --- scripted agents --------------------------------------------------------------------------------------------------
 
 
 def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: None) -> list[np.ndarray]:

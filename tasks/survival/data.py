@@ -147,8 +147,8 @@ def choose_fold(
     """Return the row numbers of the training cases and of the validation cases.
 
     count=0: fold_column labels rows as `train` or `val` (default "val"). count>0: assign_folds() makes `count` folds,
-    and fold number `val` is the validation set. If no row is labelled `train`, the training set consists of all other
-    rows, except those labelled as in HELD_OUT.
+    and fold number `val` is the validation set. With count>0, or if no row is labelled `train`, the training set
+    consists of all other rows, except those labelled as in HELD_OUT (with count>0, blank labels are not held out).
 
     Raises InputError if either set has no event before the end of its longest follow-up, or if the sets share a patient
     or volume.
@@ -183,7 +183,7 @@ def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: i
     """Return each row's fold number, 1 to `count`; all rows of a patient get the same fold.
 
     case: (rows,), patient ids. event: (rows,), True for an event. used: (rows,), False for rows held out of
-    cross-validation. Events are spread evenly over the folds.
+    cross-validation. Patients with an event are spread evenly over the folds, and so are the others.
     """
     names, place = np.unique(case, return_inverse=True)
     has_event, is_used = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
@@ -201,7 +201,7 @@ def assign_folds(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: i
 def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict]:
     """Fit the encodings of the named columns to the training `rows`; return one dict per column, for encode_columns().
 
-    Raises InputError for columns that are blank, mix numbers with text, or have too many distinct text values.
+    Raises InputError for columns that are blank, mostly numbers but also text, or have too many distinct text values.
     """
     columns, problems = [], []
     for name in names:
@@ -264,11 +264,11 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
 
 @dataclass
 class Volumes:
-    """Reads CT volumes as (C, X, Y, Z) float16 with HU windowed to [0, 1], and caches them on disk.
+    """Reads CT volumes as (C, X, Y, Z) float16 with HU windowed to [0, 1]; caches them in cache_dir unless it is empty.
 
     orientation: axis codes to reorient volumes to, such as RAS; None: keep the file's axes. spacing: voxel size in mm
-    to resample volumes to; None: no resampling. mask_mode: "crop" crops to the mask's bounding box plus mask_margin mm;
-    "channel" adds the mask as a second channel.
+    to resample volumes to; None: no resampling. mask_mode: "crop" crops to the mask's bounding box plus mask_margin mm,
+    unless the mask is empty; "channel" adds the mask as a second channel.
     """
 
     image_size: Sequence[int] = (256, 256, 64)
@@ -389,7 +389,8 @@ def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
 def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor:
     """Flip images (B, C, X, Y, Z) along random axes; if X equals Y, also rotate them in-plane by random quarter turns.
 
-    indices: row number of each image's case in the cohort. The result depends only on (seed, epoch, row number).
+    indices: row number of each image's case in the cohort. The flips and turns depend only on (seed, epoch, row
+    number), so neither resuming nor the number of GPUs changes them.
     """
     changed = []
     for image, index in zip(images, indices, strict=True):
@@ -407,11 +408,11 @@ class MultiGPUSurvivalDataset(Dataset):
     """Dataset of a cohort's cases.
 
     Each item is a dict: index (row number in the cohort), time (years), event, error ("" if the image is usable), image
-    (C, X, Y, Z) and columns (n,).
+    (C, X, Y, Z) if the row has a volume, and columns (n,) if the constructor got columns.
 
     With use_smart_cache, each epoch uses only a fraction `cache_rate` of the cases, held in shared memory. After each
     epoch, a fraction `replace_rate` of these is replaced, oldest first. Unlike MONAI's SmartCacheDataset, the selection
-    depends only on (seed, epoch), so that a run can resume.
+    depends only on (seed, epoch), so that a run can resume on any number of GPUs.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
     """Return the training patients' baseline hazard, and the percentiles and means of their log-hazards.
 
-    parts: (n, 2), the column and image parts of the log-hazards, used for the means. unseen: (n, 2), the same parts,
+    parts: (n, 2), the column and image terms of the log-hazards, used for the means. unseen: (n, 2), the same parts,
     predicted where possible by networks not trained on the patient, used for the rest.
     """
     log_hazard = (unseen - unseen.mean(0)).sum(1)
