@@ -429,7 +429,7 @@ class StageNet(nn.Module):
     def forward(self, noisy: Tensor, time: Tensor, xrays: Tensor, given: StageInput) -> Tensor:
         """Predict the velocity v (B, 1, X, Y, Z) in fp32.
 
-        noisy: (B, 1, X, Y, Z), the residual to the start volume, with noise. time: (B,) in [0, 1]. xrays: (B, views, H, W).
+        noisy: (B, 1, X, Y, Z), the noisy residual to the start volume. time: (B,) in [0, 1]. xrays: (B, views, H, W).
         """
         views = range(xrays.shape[1])
         features = self.checkpointed(self.encoder, xrays)

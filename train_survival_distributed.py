@@ -239,8 +239,8 @@ class RiskNet(nn.Module):
     """Predicts a log-hazard as the sum of a Cox model on the table's columns (column term) and a 3D ResNet on the image
     (image term).
 
-    The Cox coefficients stay fixed during training. The ResNet's linear head starts at zero unless its weights are
-    loaded, so the initial predictions are those of the Cox model.
+    The Cox coefficients stay fixed during training. The ResNet's linear head is initialized to zero, so the initial
+    predictions are those of the Cox model unless pretrained weights of the head are loaded.
     """
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str):
@@ -571,8 +571,9 @@ def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run) -> dict[str,
 def fit_baseline_models(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
     """Return the baseline models' log-hazards for the validation set: Kaplan-Meier, Cox models and a random forest.
 
-    For synthetic data, the true risk is included. The forest predicts martingale residuals from the columns (Therneau, Grambsch and Fleming 1990). scikit-survival's
-    forest is not used because of its GPL license. Returns {model: (log-hazards, baseline hazard or None)}.
+    For synthetic data, the true risk is included. The forest predicts martingale residuals from the columns (Therneau,
+    Grambsch and Fleming 1990). scikit-survival's forest is not used because of its GPL license. Returns {model:
+    (log-hazards, baseline hazard or None)}.
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -771,7 +772,8 @@ def begin_training(
 def train_epochs(training: Training, loader: DataLoader, sets: dict | None = None) -> int:
     """All ranks: train until the last step of the run; validate after each epoch unless `sets` is None.
 
-    With --eval_every_steps, it also validates within epochs. Returns the exit code, which is 0 unless a signal stopped training.
+    With --eval_every_steps, it also validates within epochs. Returns the exit code, which is 0 unless a signal stopped
+    training.
     """
     run, args, model = training.run, training.args, training.engine.model
     while not training.is_over():

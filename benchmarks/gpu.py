@@ -233,9 +233,9 @@ def training_lines(out: Path) -> list[dict]:
 
 
 def measure_speed(options: Namespace, task: str, name: str, flags: list, processes: int = 1, watch: str = "") -> dict:
-    """Train for a few steps and return samples/s ("rate"), time waiting for data, peak memory and batch size.
+    """Train for a few steps; return samples/s ("rate"), the share of time waiting for data, peak GiB and batch size.
 
-    samples/s is the mean of the last two log lines, because earlier lines may be from warmup.
+    samples/s is the mean of the last two log lines, because earlier lines may be from warmup or from earlier stages.
     """
     steps = "--max_steps 6 --log_every 2"
     if options.size == "full":
@@ -343,7 +343,7 @@ def resume(options: Namespace, task: str) -> Iterator[dict]:
 
 
 def each_task(options: Namespace, check: Callable[[Namespace, str], Iterator[dict]]) -> Iterator[dict]:
-    # each check starts up to three processes
+    # on a CPU, each check starts up to three processes
     with ThreadPoolExecutor(max(1, joblib.cpu_count() // 3)) as pool:
         for rows in pool.map(lambda task: list(attempt(task, check(options, task))), SCRIPTS):
             yield from rows

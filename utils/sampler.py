@@ -71,7 +71,7 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """For each group, return its image, the number of that image's questions in earlier groups, and the group size."""
+        """Return each group's image, number of questions about the image in earlier groups, and size."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)

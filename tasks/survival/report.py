@@ -64,10 +64,11 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 
 
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
-    """Return the training patients' baseline hazard, and the percentiles and means of their log-hazards.
+    """Return fit_baseline_hazard() of the training patients, plus "percentiles" (0 to 100) and "centres".
 
-    parts: (n, 2), the column and image terms of the log-hazards, used for the means. unseen: (n, 2), the same parts,
-    predicted where possible by networks not trained on the patient, used for the rest.
+    parts: (n, 2), the column and image terms of the log-hazards; "centres" are their means. unseen: (n, 2), the same
+    terms, predicted where possible by networks not trained on the patient. The means of `unseen` are subtracted before
+    the baseline hazard and the percentiles of the log-hazards are computed.
     """
     log_hazard = (unseen - unseen.mean(0)).sum(1)
     percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
@@ -154,7 +155,7 @@ def score(
     metrics = {"c_index": float(ConcordanceIndex()(*cases))}
     metrics["c_index_uno"] = float(ConcordanceIndex()(*cases, weight=uno))
 
-    # leave out horizons where all patients have the same outcome, because AUC is undefined there
+    # leave out horizons before the first event or after the end of follow-up, because AUC is undefined there
     years = [year for year in years if year < end and (event & (time <= year)).any()]
     if years:
         at = torch.tensor(years, dtype=torch.float64)
@@ -282,6 +283,7 @@ def predictions(
     """Return a table with each case's outcome and predictions, averaged over the models.
 
     models: for each model, the two parts (n, 2) of the log-hazards and the result of fit_reference() or None.
+    A model's log-hazards are relative to the mean of the training patients, or unchanged if its result is None.
     Percentiles and survival probabilities require fit_reference() results for all models.
     """
     time, event = outcome(data)

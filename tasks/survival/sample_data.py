@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: int, seed: int) -> None:
     """Write CTs, masks and dataset.csv into `out`; print Harrell's C of the true risk and of simple predictors.
 
-    event_rate: fraction of patients with an event. matrix: voxels along a CT's first axis.
+    event_rate: fraction of patients with an event. matrix: voxels along a CT's first axis. Raises InputError if `out`
+    already contains a dataset.csv.
     """
     if (out / "dataset.csv").exists():
         raise InputError(f"{out}: holds a data set already; choose another folder or delete it")
