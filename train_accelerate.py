@@ -317,7 +317,7 @@ def unfold(x: Tensor) -> Tensor:
 
 
 class XrayEncoder(nn.Module):
-    """Convolutional encoder of X-rays: (B, views, H, W) -> (B, views, dim, H/8, W/8)."""
+    """Convolutional X-ray encoder: (B, views, H, W) -> (B, views, dim, H/8, W/8)."""
 
     def __init__(self, views: int, dim: int):
         super().__init__()

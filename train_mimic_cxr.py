@@ -475,7 +475,7 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
 
 
 def count_targets(batches: list[dict]) -> list[float]:
-    """Return the number of questions per answer head, followed by the number of known CheXpert labels."""
+    """Return the number of questions per answer head, then the number of CheXpert labels in the loss."""
     heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
     known = sum(int(batch["known"].sum()) for batch in batches)
     return [*(heads.tolist() if batches else [0] * len(HEADS)), known]

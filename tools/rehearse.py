@@ -44,7 +44,7 @@ ON_THE_HUB = {
     "facebook/dinov3-convnext-base-pretrain-lvd1689m": "dinov3_convnext_base",
     "emilyalsentzer/Bio_ClinicalBERT": "bio_clinicalbert",
 }
-# memory outside torch's tensors: a share for fragmentation, and bytes for NCCL, cuDNN and cuBLAS
+# GPU memory besides tensors: fragmentation as a fraction of tensor memory, plus bytes for NCCL, cuDNN and cuBLAS
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 1.5e9
 
 

@@ -111,9 +111,9 @@ def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, 
 
 
 class HostCopy:
-    """Copies the tensors in nested dicts and lists to host memory, which later calls reuse.
+    """Copies the tensors in nested dicts and lists into host buffers that later calls reuse.
 
-    Allocating the memory again would take several times as long. A copy is valid until the next call.
+    Reallocating the buffers would make a copy several times slower. A copy is valid until the next call.
     """
 
     def __init__(self):

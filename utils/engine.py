@@ -43,7 +43,7 @@ class Engine:
     ):
         """All ranks: create the engine. saved: contents of the checkpoint to restore, if any.
 
-        frozen: names of parameters to leave out of checkpoints (default: those that require no gradients now).
+        frozen: names of parameters to leave out of checkpoints (default: those with requires_grad=False at this point).
         """
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")

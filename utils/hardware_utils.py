@@ -105,7 +105,8 @@ def detect_hardware() -> dict:
     }
 
 
-# (nominal GPU memory in GB, batch size per GPU, target global batch size); the published guide's table stops at 20 GB
+# (nominal GPU memory in GB, batch size per GPU, target global batch size); rows above 20 GB are not in the MIMIC-CXR
+# guide
 GPU_TABLE = (
     (141, 128, 256),
     (80, 64, 256),

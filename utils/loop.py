@@ -631,7 +631,7 @@ def gpu_shares_from(seconds: list[float]) -> list[int]:
 
 
 def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
-    """Return the seconds that try_once(size) takes, or inf if memory runs out.
+    """Return the run time of try_once(size) in seconds, or inf if memory runs out.
 
     Afterwards, the gradients are None; buffers and the random state are unchanged.
     """

@@ -61,7 +61,7 @@ class ImageGroups:
         if len(np.unique(image_of[starts])) < len(starts):
             self.sorted = np.argsort(image_of, kind="stable")
             starts = self._starts(image_of[self.sorted])
-        # per image: index of the first question, number of questions, and cumulative number of groups
+        # per image: index of the first question, number of questions, and cumulative number of question groups
         self.first, self.questions = starts, np.diff(starts, append=len(image_of))
         self.last_group = np.cumsum(-(-self.questions // size))
         self.epoch: tuple[int, int] | None = None

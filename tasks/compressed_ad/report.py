@@ -207,7 +207,7 @@ def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray
     """Return a figure of return against episode for each agent in `curves`.
 
     bands: (episodes, 2), confidence interval of the first curve. path: (episodes, horizon + 1), states of one agent on
-    the first task, drawn if the environment is a room.
+    the first task, plotted on a map of the room (Darkroom and Key-to-Door only).
     """
     from matplotlib.figure import Figure
 

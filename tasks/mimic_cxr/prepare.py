@@ -287,7 +287,7 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 
 
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
-    """Read the user's table; return (studies, questions, empty Counter).
+    """Read the user's table; return (studies, questions, Counter), like read_releases(); the Counter is empty.
 
     Without a "question" column, each CheXpert label of 0 or 1 becomes a yes-or-no question. Lists all
     invalid rows and raises InputError.
