@@ -310,7 +310,7 @@ class Agents:
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
         self.rewards = like.new_zeros(count, model.n_transit)
-        # training adds random offsets of 0 to model.shift to room coordinates; agents act with half the maximum
+        # training shifts room coordinates by a random offset of at most model.shift; acting fixes it at half of that
         self.shift = self.cells.new_full((count, 2), model.shift // 2)
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]

@@ -554,7 +554,7 @@ class Cascade(nn.Module):
     ) -> StageInput:
         """Compute the StageInput of stage k.
 
-        level: (B,), standard deviation of the noise to add to the previous stage's volume. stream: random stream of
+        level: (B,), standard deviation of the noise to add to the previous stage's volume. stream: RNG stream for
         this noise, an int or (B,). previous: (B, 1, X, Y, Z), the previous stage's volume; if None, the previous stages
         run with one denoising step each.
         """
@@ -646,8 +646,8 @@ def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor |
     """Return each patient's diffusion loss and physics loss for the stage being trained, both (B,) in fp32.
 
     The physics loss is the projection error of the predicted volume. It is weighted by alpha_bar(t), because the
-    prediction is only a guess at high noise levels. draw: (B,), index of the noise level during validation; None during
-    training, where timesteps are random.
+    prediction is unreliable at high noise levels. draw: (B,), which of the LOSS_DRAWS validation noise levels to use;
+    None during training, where timesteps are random.
     """
     args, k, last = cascade.args, cascade.current, cascade.last
     if draw is None:

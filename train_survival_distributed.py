@@ -236,8 +236,7 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """Predicts a log-hazard as the sum of a Cox model on the table's columns (column term) and a 3D ResNet on the image
-    (image term).
+    """Predicts a log-hazard as a Cox model of the columns (tabular term) plus a 3D ResNet of the image (image term).
 
     The Cox coefficients stay fixed during training. The ResNet's linear head is initialized to zero, so the initial
     predictions are those of the Cox model unless pretrained weights of the head are loaded.
@@ -532,7 +531,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 def predict_parts(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run) -> np.ndarray:
     """All ranks: predict the cases in `data`, splitting them among the ranks; return all predictions on every rank.
 
-    Returns float64 (n, 2), the column term and the image term of each log-hazard. Raises RunError if a prediction is
+    Returns float64 (n, 2), the tabular term and the image term of each log-hazard. Raises RunError if a prediction is
     not finite.
     """
     model.eval()
@@ -802,7 +801,7 @@ def cross_fit_image_weight(
     """All ranks: estimate the weight of the image term by cross-validation within the training fold.
 
     Trains --inner_folds networks. Returns (exit code, result of estimate_image_weight(), parts). parts: (n, 2), the
-    column term and the image term of each training case's log-hazard, where the image term comes from the network not
+    tabular term and the image term of each training case's log-hazard, where the image term comes from the network not
     trained on the case. After a stop signal, the exit code is nonzero and parts is None.
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort

@@ -278,7 +278,7 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey]) -> Prior:
         fits.append((error, penalty, kernel))
     error, penalty, kernel = min(fits, key=lambda fit: fit[0])
     coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(PRIOR_RANK, count - 1)].float()
-    # the columns of centred_rays sum to zero, so the constant subtracted from the kernel does not matter here
+    # each column of centred_rays sums to zero, so the constant subtracted from the kernel cancels
     weights = (kernel @ centred_rays).float()
     return Prior(
         grid=list(mean.shape),

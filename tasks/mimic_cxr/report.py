@@ -173,7 +173,7 @@ def fit_logistic(x: ndarray, target: ndarray, penalty: float):
     """Fit a logistic regression; `penalty` is the weight of the L2 penalty relative to the mean loss."""
     from sklearn.linear_model import LogisticRegression
 
-    # small tolerance, so that rounding differences between processors do not change answers
+    # tight tolerance, so that rounding differences between CPU models do not flip predicted answers
     return LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000).fit(x, target)
 
 

@@ -79,7 +79,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
         ("split", splits, ("dicom_id", "study_id", "subject_id", "split")),
         ("chexpert", labels, ("subject_id", "study_id", *CHEXPERT)),
     ):
-        # no timestamp in the gzip header, so that the same seed writes identical files
+        # omit the timestamp from the gzip header, so that the same seed gives identical files
         compression = {"method": "gzip", "mtime": 0}
         path = jpg / f"mimic-cxr-2.0.0-{name}.csv.gz"
         pd.DataFrame(rows, columns=columns).to_csv(path, index=False, compression=compression)

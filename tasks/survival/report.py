@@ -64,9 +64,10 @@ def fit_baseline_hazard(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> d
 
 
 def fit_reference(parts: ndarray, unseen: ndarray, train: MultiGPUSurvivalDataset) -> dict:
-    """Return fit_baseline_hazard() of the training patients, plus "percentiles" (0 to 100) and "centres".
+    """Return fit_baseline_hazard() of the training patients, plus "percentiles" (0 to 100) and "centres" of
+    log-hazards.
 
-    parts: (n, 2), the column and image terms of the log-hazards; "centres" are their means. unseen: (n, 2), the same
+    parts: (n, 2), the tabular and image terms of the log-hazards; "centres" are their means. unseen: (n, 2), the same
     terms, predicted where possible by networks not trained on the patient. The means of `unseen` are subtracted before
     the baseline hazard and the percentiles of the log-hazards are computed.
     """
