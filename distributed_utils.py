@@ -69,7 +69,7 @@ class Ranks:
             self.store.wait([what], timedelta(days=7))
 
     def record_position(self, place: str) -> None:
-        """Write what this rank is doing to the store, so that other ranks can print it if this rank hangs."""
+        """Record this rank's activity in the store, so that other ranks can print it if this rank hangs."""
         # rank 0 serves the store, so limit all ranks together to 4000 writes a second
         now = time.monotonic()
         if self.store and now - self.noted[0] > self.world_size / 4000:
@@ -123,9 +123,9 @@ def _address_towards(host: str) -> str:
 
 
 def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
-    """All ranks, with several nodes: set GLOO_SOCKET_IFNAME if gloo would choose the loopback interface.
+    """All ranks: on several nodes, set GLOO_SOCKET_IFNAME if gloo would choose the loopback interface.
 
-    gloo uses the address of the machine's own host name, which is 127.0.1.1 on Debian.
+    gloo uses the address that the machine's host name resolves to; on Debian, that is 127.0.1.1.
     """
     if rank == world_size - 1:
         store.set("address of the last node", _address_towards(os.environ["MASTER_ADDR"]))
@@ -150,7 +150,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
     InputError, RunError and SystemExit must be raised on all ranks; with several ranks, any other error exits at once.
     timeout: seconds that a collective waits for other ranks. DDP wrappers must not outlive the `with` block: with torch
-    2.13, about one exit in eight then aborts.
+    2.13, the process would abort at exit about one time in eight.
     """
     faulthandler.enable()
     rank, local_rank, world_size, launcher = read_environment()
@@ -196,7 +196,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         ranks.record_position("the start")
         yield ranks
     except (InputError, RunError, SystemExit) as error:
-        # all ranks raise these errors; the traceback must not keep the DDP wrapper alive
+        # all ranks raise these three errors; clear the traceback's frames, which would keep the DDP wrapper alive
         traceback.clear_frames(error.__traceback__)
         raise
     except BaseException as error:
@@ -288,10 +288,10 @@ def create_distributed_dataloader(
 ) -> DataLoader:
     """Create a DataLoader over this rank's samples, in batches of at most `batch_size`.
 
-    With `train`, samples are shuffled, and an optimizer step takes `effective_batch_size` samples over all ranks.
-    A loop without Training.steps() must call `loader.batch_sampler.set_position(epoch)` before each epoch. Random
-    augmentation must depend only on (seed, index.epoch, index), see utils.sampler.Index. The name of the function is
-    from the published survival training guide (guide 2).
+    With `train`, samples are shuffled, and an optimizer step takes `effective_batch_size` samples over all ranks. A
+    loop without Training.steps() must call `loader.batch_sampler.set_position(epoch)` before each epoch. Random
+    augmentation must depend only on (seed, index.epoch, index), see utils.sampler.Index. The function's name is from
+    the published survival training guide.
     """
     rank, world_size = world()
     if train:
@@ -307,7 +307,8 @@ def create_distributed_dataloader(
         persistent_workers=num_workers > 0,
         worker_init_fn=_ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),
-        # torch's global generator would advance at each epoch, and once more after a resume
+        # a generator of its own: the loader would advance torch's global one at each epoch, and once more after a
+        # resume
         generator=torch.Generator().manual_seed(seed % 2**63),
         **options,
     )
@@ -432,7 +433,7 @@ def broadcast_object(value):
 def share_bytes(size: int) -> np.ndarray | None:
     """All ranks: return a zeroed uint8 array (size,) shared by the ranks and DataLoader workers of this machine.
 
-    The array is an unlinked temporary file. Returns None if the disk has no room for it.
+    The array is backed by an unlinked temporary file. Returns None if the disk has no room for it.
     """
     if os.name == "nt":
         return np.zeros(size, np.uint8)
@@ -512,13 +513,14 @@ def round_for_exact_sum(values: Tensor) -> Tensor:
 def scale_learning_rate(base: float, times: float, rule: str) -> float:
     """Scale a learning rate for a batch size multiplied by `times`.
 
-    The "linear" rule is from the published PRS-Med training guide (guide 0): effective_lr = base_lr * world_size.
+    The "linear" rule multiplies the rate by `times`, like the published PRS-Med guide's effective_lr = base_lr *
+    world_size.
     """
     return base * {"linear": times, "sqrt": math.sqrt(times), "none": 1}[rule]
 
 
 def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Return the learning rate multiplier at `step`, counted from 0: linear warm-up, then constant or a cosine to 0."""
+    """Return the learning rate multiplier at `step` (from 0): linear warm-up, then constant or cosine decay to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":
@@ -530,7 +532,7 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
 class StopSignal:
     """Context manager that handles stop signals: SIGTERM sets `code` to 143, Ctrl-C to 130.
 
-    at_once: if set, a signal prints this message and ends the process immediately.
+    at_once: if not empty, a message; a signal then prints it and ends the process immediately.
     """
 
     code = 0

@@ -34,7 +34,7 @@ RUN_FILES = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", 
 def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
     """Call `write(file)` on a temporary file, flush the file to disk, then rename it to `path`.
 
-    also: further paths for the same file, created before `path`.
+    also: other paths to hard-link to the file, created before `path`.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -169,7 +169,7 @@ class CheckpointWriter:
         try:
             before_write()
             path = self.folder / f"step_{contents['step']:08d}.pt"
-            # write best.pt first: if a kill comes in between, the resumed run writes the same best.pt again
+            # write best.pt first: if the process is killed in between, the resumed run writes the same best.pt again
             write_checkpoint(path, contents, read_run_id(self.folder), tuple(self.folder / name for name in also))
             for old in sorted(filter(Path.is_file, self.folder.glob("step_*.pt")))[: -self.keep_last]:
                 old.unlink()
@@ -301,7 +301,7 @@ def make_folder(folder: Path) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
-            # a symbolic link could redirect writes to any place; only W&B makes links, in its own folder
+            # a symbolic link could redirect writes anywhere; only W&B creates links, in its own folder
             links = [path for path in folder.rglob("*") if path.is_symlink() and folder / "wandb" not in path.parents]
             if links:
                 raise InputError(f"{links[0]}: a link in a run folder; remove it or choose another folder")
@@ -368,9 +368,9 @@ def begin_run(
 ) -> bool:
     """Rank 0: begin a new run in the folder, or continue the checkpoint's run and delete its later checkpoints.
 
-    A new run deletes the files of the old run, so call this only after all inputs have been checked. Returns whether
-    best_names[0] is a valid checkpoint of this run and not later than `checkpoint`. Raises InputError if the
-    checkpoint is from another run than the folder's and `overwrite` is False.
+    A new run deletes the files of the old run, so call this only after all inputs have been checked. Returns True if
+    best_names[0] is a valid checkpoint of this run and no later than `checkpoint`. Raises InputError if the checkpoint
+    is from another run than the folder's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"
@@ -396,7 +396,7 @@ def begin_run(
 
     if checkpoint and run_id and not overwrite:
         raise InputError(f"{folder}: holds another run; choose another folder or --overwrite")
-    # the new run id comes first: it invalidates old checkpoints that a kill may leave behind
+    # write the new run id first, to invalidate old checkpoints left behind if the process is killed
     run_id = secrets.token_hex(8)
     write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
     for path in [folder / name for name in RUN_FILES] + [*folder.glob("*.pt")]:

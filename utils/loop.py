@@ -551,9 +551,9 @@ class Step:
     """This rank's part of one optimizer step.
 
     samples: number of samples on all ranks. numbers: indices of this rank's micro-batches within the step. batches:
-    data of these micro-batches, or one batch if there are none. totals: see Training.steps(). passes: number of forward
-    passes, at least 1. A rank without micro-batches runs one with loss weight 0; with DeepSpeed, every rank runs as
-    many as the busiest rank.
+    data of these micro-batches, or one batch with loss weight 0 if this rank has none. totals: see Training.steps().
+    passes: number of forward passes, at least 1. A rank without micro-batches runs one with loss weight 0; with
+    DeepSpeed, every rank runs as many as the busiest rank.
     """
 
     training: Training
@@ -605,7 +605,7 @@ def error_in(batch: dict) -> str:
 
 
 def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
-    """Seed torch's random generators, which dropout uses, from (seed, step, index of the micro-batch in the step)."""
+    """Seed the torch generators used by dropout from (seed, step, index of the micro-batch in the step)."""
     sequence = np.random.SeedSequence([seed % 2**63, step, micro_batch])
     seed = int(sequence.generate_state(1, np.uint64)[0])
     # faster than torch.manual_seed(), which seeds every type of device
