@@ -148,9 +148,9 @@ def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
 def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
     """Context manager that joins the process group and leaves it at the end.
 
-    InputError, RunError and SystemExit must be raised on all ranks; with several ranks, any other error exits at once.
-    timeout: seconds that a collective waits for other ranks. DDP wrappers must not outlive the `with` block: with torch
-    2.13, the process would abort at exit about one time in eight.
+    InputError, RunError and SystemExit must be raised on all ranks; with several ranks, any other exception terminates
+    this process immediately. timeout: seconds that a collective waits for other ranks. DDP wrappers must not outlive
+    the `with` block: with torch 2.13, the process would abort at exit about one time in eight.
     """
     faulthandler.enable()
     rank, local_rank, world_size, launcher = read_environment()

@@ -1,4 +1,4 @@
-"""Classify images: a minimal training script with all of this project's guarantees.
+"""Classify images: a minimal script with exact resume and the same results on any number of GPUs.
 
     python examples/minimal.py                                    # synthetic images, one process
     torchrun --nproc_per_node=4 examples/minimal.py --data_root photos --output_dir runs/photos

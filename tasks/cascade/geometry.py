@@ -154,7 +154,8 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
         V + c A' z, where z = (c A A' + N)^-1 (y - A V)
 
     For two views, z requires solving a 2 x 2 system in each axial slice. Clipping the volume to -1..1 changes its ray
-    sums, so each further iteration corrects the remaining difference y - A V - N z.
+    sums, so each further iteration corrects the remaining difference y - A V - N z, with V the current volume and z the
+    sum so far.
     """
     with torch.autocast(volume.device.type, enabled=False):
         volume, c = volume.float(), max(variance, 1e-12)

@@ -204,7 +204,7 @@ def report_test(
 
 
 def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
-    """Return a figure of return against episode for each agent in `curves`.
+    """Plot the return of each episode for each agent in `curves`; return the figure.
 
     bands: (episodes, 2), confidence interval of the first curve. path: (episodes, horizon + 1), states of one agent on
     the first task, plotted on a map of the room (Darkroom and Key-to-Door only).

@@ -1,4 +1,6 @@
-"""Baselines for the test table: grey threshold, mean mask, random forest on texture, and most frequent position."""
+"""Baselines for the table of test results: grey threshold, mean mask, random forest on texture features, and most
+frequent position.
+"""
 
 import re
 from collections import Counter, defaultdict
