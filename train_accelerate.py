@@ -118,7 +118,8 @@ def json_object(text: str) -> dict:
 def choose_stages(args: Namespace, given: set[str], in_config: set[str]) -> list[dict]:
     """Fill in the settings that --stage_configs omits; return the stages as dicts.
 
-    given, in_config: names of the flags set on the command line and in the config file.
+    given, in_config: names of the flags set on the command line and in the config file. Raises ArgumentTypeError for an
+    invalid stage.
 
     Precedence with --stage_configs, highest first: command line, the stage's JSON object, config file, flag default,
     the published guide's stage. Without --stage_configs: command line, config file, the guide's stage, flag default.
@@ -390,7 +391,8 @@ class StageInput(NamedTuple):
 class StageNet(nn.Module):
     """Network of one stage; predicts the diffusion velocity v (Salimans & Ho 2022).
 
-    A convolutional U-Net surrounds the transformer, because its tokens are too coarse for voxel-level noise.
+    A convolutional U-Net surrounds the transformer, because its tokens are too coarse for voxel-level noise. The input
+    is folded, because layers at full resolution would take most of the memory and time.
     """
 
     def __init__(self, stage: Stage, args: Namespace):
@@ -500,11 +502,12 @@ class Cascade(nn.Module):
 
     net: the network being trained. averaged: the EMA copy of each stage's network.
 
-    Each stage generates the residual (true volume - start volume) / std. The first stage starts from a ridge regression
-    (Prior), each later stage from the previous stage's volume.
+    Each stage generates the residual (true volume - start volume) / std, where std is the root mean square error of the
+    start volumes. The first stage starts from a ridge regression (Prior), each later stage from the previous stage's
+    volume.
 
-    With v-prediction, the network's input is zero at the noisiest timestep, so that it learns to predict the mean of
-    all volumes consistent with the X-rays.
+    With v-prediction, zeros replace the noisy residual at the noisiest timestep, so that the network learns to predict
+    the mean of all volumes consistent with the X-rays.
     """
 
     def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
@@ -669,7 +672,7 @@ def patient_losses(cascade: Cascade, net: nn.Module, batch: dict, draw: Tensor |
     residual = (volume_of(batch) - given.start) / cascade.stds[k]
     v, clean = cascade.denoise(k, net, signal * residual + sigma * noise, timestep, batch, given)
     if args.v_parameterization:
-        # the input is all zeros at the noisiest timestep, so the target must not contain noise
+        # zeros replace the noisy residual at the noisiest timestep, so the target must not contain noise
         noise = noise * (timestep != last)[:, None, None, None, None]
     square = (v - (signal * noise - sigma * residual)).square().mean((1, 2, 3, 4))
     alpha_bar = signal.flatten().square()
@@ -772,7 +775,10 @@ def z_scores(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run) -> float:
-    """All ranks: return the k for which mean +- k standard deviations contains the truth in 90 % of body voxels."""
+    """All ranks: return the k for which mean +- k standard deviations contains the truth in 90 % of body voxels.
+
+    The standard deviations are those of z_scores().
+    """
     # histogram of z-scores in bins of 0.01, because integer counts are summed exactly across ranks
     counts = torch.zeros(10_000, dtype=torch.int64)
     for batch in eval_batches(run, dataset, cascade):
@@ -788,7 +794,8 @@ def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -
     """Reconstruct the CTs of a batch with the cascade and with baselines that need no trained network.
 
     prior_rays: (N, P), mean voxel values along the rays of N training patients. Returns (volumes, samples). volumes:
-    {row label of the test table: (B, 1, X, Y, Z)}. samples: (K, B, 1, X, Y, Z), or None with --regression.
+    {row label of the test table: (B, 1, X, Y, Z)}. samples: (K, B, 1, X, Y, Z), or None with --regression. Raises
+    InputError if a training patient's CT cannot be read.
     """
     args, prior, samples = cascade.args, cascade.priors[cascade.current], None
     size = cascade.stages[cascade.current].volume_size
@@ -823,7 +830,10 @@ def reconstruct(cascade: Cascade, batch: dict, data: Data, prior_rays: Tensor) -
 
 @torch.no_grad()
 def test(cascade: Cascade, data: Data, run: Run) -> dict[str, float]:
-    """All ranks: evaluate the test patients, print the table, draw the figure; return {metric: value}."""
+    """All ranks: evaluate the test patients, print the table, draw the figure; return {metric: value}.
+
+    Raises InputError if a patient's files cannot be used.
+    """
     args, size = cascade.args, cascade.stages[cascade.current].volume_size
     metrics, results, example, error = {}, {}, None, None
     if args.num_samples > 1:
@@ -956,7 +966,7 @@ def begin_stage(cascade: Cascade, data: Data, run: Run) -> tuple[Engine, BatchPl
     loader = du.create_distributed_dataloader(
         dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
     )
-    # leave `frozen` empty so that checkpoints include the EMA weights, although they need no gradients
+    # pass an empty `frozen`: checkpoints would otherwise omit the EMA weights, because they need no gradients
     options = {"saved": run.checkpoint, "frozen": set()}
     optimizer = make_optimizer(cascade, args)
     engine = make_engine(cascade, optimizer, cascade.precision, args, cascade.device, **options)

@@ -297,7 +297,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
 def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed:
     """Load the vision-language model, add LoRA and freeze its other weights; load SAM's image encoder.
 
-    Raises InputError if a model cannot be loaded.
+    Raises InputError if a model cannot be loaded, or if --image_size is not a multiple of SAM's patch size.
     """
     from transformers import AutoModel, AutoTokenizer, LlavaForConditionalGeneration, utils
     from transformers.image_processing_base import ImageProcessingMixin
@@ -470,7 +470,8 @@ class Processor:
 class DecodedFiles:
     """Cache of decoded files, each uint8 (length,), shared by all ranks and DataLoader workers on a machine.
 
-    If the cache would exceed `most_bytes`, it is not allocated and get() decodes the file on every call.
+    Create it on all ranks. If the cache would exceed `most_bytes` or the disk has no room for it, it is not allocated
+    and get() decodes the file on every call.
     """
 
     def __init__(self, keys: list[str], length: int, most_bytes: float):
@@ -611,7 +612,8 @@ def pad(rows: list, value: int, side: str = "right") -> Tensor:
 def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tuple:
     """Apply one random affine transform to an image and its mask (S, S); change the image's contrast and gamma.
 
-    sam, vlm: the image (3, S, S) at both input sizes. Images are never mirrored, because answers name left and right.
+    sam, vlm: the image (3, S, S) at both input sizes. A transform that would leave the mask empty is skipped. Images
+    are never mirrored, because answers name left and right.
     """
     angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
     (x, y), gain, gamma = rng.uniform(-0.08, 0.08, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))

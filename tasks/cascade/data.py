@@ -61,7 +61,8 @@ class Patient(NamedTuple):
 def list_files(root: Path) -> dict[str, dict]:
     """Return {patient id: {"ct": path, 0: path of the frontal X-ray, 1: path of the lateral X-ray}} for a data folder.
 
-    Missing files have no key. Raises InputError if the folder does not exist or files cannot be assigned to patients.
+    Missing files have no key. Raises InputError if the folder does not exist, files cannot be assigned to patients, or
+    a patient has two files of one kind.
     """
     if not root.is_dir():
         raise InputError(
@@ -113,6 +114,7 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
 
     files: text files with the patient ids for training, validation and test, or for training and test. With two files,
     a random tenth of the training patients is used for validation. Without files, the split is random (80/10/10 %).
+    Raises InputError for an unusable file, or if there are too few patients.
     """
     index_of = {patient.id: index for index, patient in enumerate(patients)}
     parts = [list(range(len(patients)))]
@@ -169,8 +171,9 @@ def read_ct(path: Path) -> Volume:
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
     """Read an X-ray as (size, size) float32 in [-1, 1], with the head at the top. Raises InputError if it is unusable.
 
-    upside_down, mirrored: flips to undo. Integer pixel values are scaled by the bit depth rather than the image's
-    maximum, so that a grey value means the same attenuation in every patient.
+    upside_down, mirrored: flips to undo. Floating-point values up to 1 are taken to span 0..1, or -1..1 if any is
+    negative. All others are scaled by the bit depth rather than the image's maximum, so that a grey value means the
+    same attenuation in every patient.
     """
     try:
         if path.suffix == ".npy":
@@ -337,7 +340,10 @@ class Data:
         return du.broadcast_object(prior)
 
     def volume(self, patient: Patient, size: list[int]) -> np.ndarray:
-        """Return a patient's CT as int16 HU, resampled to `size` voxels. Raises InputError if the CT is unusable."""
+        """Return a patient's CT as int16 HU, resampled to `size` voxels. Raises InputError if the CT is unusable.
+
+        size: one of self.sizes.
+        """
         return self._decode(patient, tuple(size))
 
     def header(self, patient: Patient) -> tuple[np.ndarray, ...]:
@@ -428,12 +434,12 @@ class XrayCtDataset(Dataset):
     """The patients of one split ("train", "val" or "test").
 
     Each item is a dict. volume: (X, Y, Z), the CT in HU. extent: (3,), field of view in mm. xrays: (views, H, W) in
-    [-1, 1]. input_xrays: the network's input, `xrays` with random exposure and noise. index: patient's index in the
-    split. row: patient's index among the Prior's training patients, or -1. seed, draws: the patient's random numbers,
-    derived from the run's seed and the epoch. other: X-rays of another test patient. error: why the files are unusable,
-    or "".
+    [-1, 1]. input_xrays: the network's input, `xrays` or, with augmentation, `xrays` with random exposure and noise.
+    index: patient's index in the split. row: patient's index among the Prior's training patients, or -1. seed, draws:
+    the patient's random numbers, derived from the run's seed and, during training, the epoch. other: X-rays of another
+    test patient; empty in other splits. error: why the files are unusable, or "".
 
-    Augmentation shifts the volume and its X-rays along z.
+    Augmentation, which is for training only, also shifts the volume and its X-rays along z.
     """
 
     def __init__(self, data: Data, split: str, size: list[int]):

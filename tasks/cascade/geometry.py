@@ -148,8 +148,8 @@ def make_consistent(volume: Tensor, xrays: RaySums, variance: float, corrections
     variance: expected squared error of a voxel before correction. corrections: number of iterations. Gradients are not
     tracked.
 
-    Let A be the matrix that sums a volume V along the rays. If each voxel has an independent error of variance c and
-    the ray sums y have noise of variance N, the best linear correction is
+    Let A be the matrix that sums a volume V along the rays, and A' its transpose. If each voxel has an independent
+    error of variance c and the ray sums y have noise of variance N, the best linear correction is
 
         V + c A' z, where z = (c A A' + N)^-1 (y - A V)
 

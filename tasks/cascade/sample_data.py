@@ -115,6 +115,7 @@ def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
             hu = 0.75 * uniform(450, 650)
             torso.add((side * 118 * width, 8, level * height + raised), (9, 62 * depth, 8), hu)
 
+    # heart
     x, z = -26 * width + uniform(-10, 10), -18 + raised + uniform(-10, 10)
     radii = (uniform(44, 66), uniform(40, 54), uniform(46, 62))
     torso.add((x, 26 * depth, z), radii, normal(55, 6))

@@ -155,7 +155,7 @@ def open_mask(path: str | Path) -> np.ndarray:
 
 
 def is_label_map(values: np.ndarray) -> bool:
-    """Return whether a mask (H, W) contains several different labels.
+    """Return whether a mask (H, W) contains several different labels above 0.
 
     Intermediate values at soft edges are ignored.
     """
@@ -218,7 +218,7 @@ class FileCheck(NamedTuple):
     """Result of check_data() for one image or mask file.
 
     bytes, mtime_ns: size and modification time, which show whether the file has changed. digest: hash of the image's
-    pixels or of the mask's foreground.
+    pixels or of the mask's foreground. pixels: number of foreground pixels of a mask; 0 for an image.
     """
 
     bytes: int
@@ -253,7 +253,7 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path) -> tuple[li
             digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
             if kind == "image":
                 return FileCheck(*stamp, *image.size, digest, 0, False)
-            # the labels of a coloured label map stay distinct in greyscale
+            # the labels of a coloured label map usually stay distinct in greyscale
             label_map = is_label_map(np.asarray(image.convert("L")))
             return FileCheck(*stamp, *image.size, digest, int(content.sum()), label_map)
         except Exception as error:

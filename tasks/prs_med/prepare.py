@@ -24,7 +24,7 @@ from utils.volumes import read_volume
 
 VOLUME = r"(?i)[.]nii([.]gz)?$"
 ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_ENDINGS)))
-# words that may end the file name of a mask or an image; nnU-Net appends _0000 to image names
+# separators in file names, and words that may end the name of a mask or an image; nnU-Net appends _0000 to images
 GAP = "[ _.+-]+"
 MASK_WORDS = "mask|masks|seg|segmentation|label|labels|gt"
 IMAGE_WORDS = "image|img|0000"
@@ -123,7 +123,7 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
     """Find a mask's image (or None) and its structure from the mask's file name.
 
     key: the mask's key in list_files(). Structure names and MASK_WORDS are removed from the end of the key until an
-    image has this key. The structure is "" if it is unknown.
+    image other than the mask has this key. The structure is "" if it is unknown.
     """
     words = {name: GAP.join(map(re.escape, name.partition("|")[0].lower().split())) for name in structures}
     named = [name for name, word in words.items() if re.search(f"{GAP}{word}({GAP}({MASK_WORDS}))*$", key)]
@@ -178,7 +178,8 @@ def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) 
 def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list[tuple]:
     """Return [(file name suffix, image, {structure: bool mask})] for an image or for the slices of a volume.
 
-    Slices are orthogonal to the axis with the largest voxel spacing. In axial slices, the top is the front of the body
+    Of the slices with foreground, one every --slice_spacing mm is used. Slices are orthogonal to the axis with the
+    largest voxel spacing, or axial if the spacings are about equal. In axial slices, the top is the front of the body
     and the left side is the patient's right. Raises InputError if a file is unusable.
     """
     path = image

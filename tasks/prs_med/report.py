@@ -48,7 +48,8 @@ def case_of(row: Row) -> str:
 def ablations(rows: list[Row], some: list[int], seed: int) -> list[tuple[str, int, Row]]:
     """Copy each selected row twice: with a blank image, and with the image of another case.
 
-    some: indices of the selected rows. Returns [(name of the ablation, row index, changed row)].
+    some: indices of the selected rows. Returns [(name of the ablation, row index, changed row)]. If all selected rows
+    belong to one case, only the copies with a blank image are made.
     """
     asked = [rows[index] for index in some]
     changed = []

@@ -201,7 +201,7 @@ def in_other_words(rows: list, some: list[int]) -> list[tuple]:
     """Reword the question of each selected row with each template in OTHER_WORDS.
 
     some: indices of the selected rows. Returns [("wording/" + template, row index, changed row)]. Rows that name no
-    known anatomical structure are skipped.
+    structure are skipped, and so are templates with {other} if the modality has no other structure.
     """
     others, changed = other_names(rows), []
     for wording in OTHER_WORDS:
