@@ -520,7 +520,7 @@ class PositionData(Dataset):
         row, side, small = self.row_in_epoch(index), self.processor.image_size, self.processor.vlm_size
         images, masks = self.caches
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
-        file, error = row.mask, ""
+        file, error, unmoved = row.mask, "", False
         try:
             if row.mask:
                 mask = masks.get(row.mask, self.decode_mask, row.mask)
@@ -533,12 +533,13 @@ class PositionData(Dataset):
         mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer
         if self.augmented:
             rng = np.random.default_rng([self.seed % 2**63, index.epoch, images.index_of[row.identity]])
-            sam, vlm, mask = augment(sam, vlm, mask, rng)
+            sam, vlm, mask, unmoved = augment(sam, vlm, mask, rng)
             moved = position_of(mask)
             answer, position = annotations.name_position(answer, position, moved), moved
         prompt, answer = self.processor.tokens(row.question, answer)
         item = {name: torch.from_numpy(x.copy()) for name, x in (("sam", sam), ("vlm", vlm), ("mask", mask))}
-        item |= {"index": int(index), "identity": row.identity, "error": error}
+        # collate() merges images of equal identity, so an image that was not moved needs another one
+        item |= {"index": int(index), "identity": (row.identity, unmoved), "error": error}
         return item | {"prompt": prompt, "answer": answer, "position": position}
 
     def row_in_epoch(self, index: int) -> Row:
@@ -584,7 +585,7 @@ def collate(processor: Processor, items: list[dict]) -> dict:
     first, last = processor.image_span
     prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
     pairs = list(zip(prompts, answers, strict=True))
-    distinct: dict[str, dict] = {}
+    distinct: dict = {}
     for item in items:
         distinct.setdefault(item["identity"], item)
     return {
@@ -612,8 +613,9 @@ def pad(rows: list, value: int, side: str = "right") -> Tensor:
 def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tuple:
     """Apply one random affine transform to an image and its mask (S, S); change the image's contrast and gamma.
 
-    sam, vlm: the image (3, S, S) at both input sizes. A transform that would leave the mask empty is skipped. Images
-    are never mirrored, because answers name left and right.
+    sam, vlm: the image (3, S, S) at both input sizes. A transform that would move the whole mask out of the image is
+    skipped. Images are never mirrored, because answers name left and right. Returns (sam, vlm, mask, whether the
+    transform was skipped).
     """
     angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
     (x, y), gain, gamma = rng.uniform(-0.08, 0.08, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
@@ -625,10 +627,11 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
         return F.grid_sample(values, grid, mode, align_corners=False)[0].round().byte().numpy()
 
     moved = move(mask[None], "nearest")[0] > 0
-    if moved.any():
+    unmoved = bool(mask.any() and not moved.any())
+    if not unmoved:
         sam, vlm, mask = move(sam, "bilinear"), move(vlm, "bilinear"), moved
     levels = (255 * np.clip(gain * np.linspace(0, 1, 256) ** gamma, 0, 1)).astype(np.uint8)
-    return levels[sam], levels[vlm], mask
+    return levels[sam], levels[vlm], mask, unmoved
 
 
 def read_data(args: Namespace, needed: str) -> list[Row]:

@@ -216,7 +216,7 @@ def test_augmentation_moves_images_and_mask_together():
     image = np.repeat(255 * mask[None].astype(np.uint8), 3, axis=0)
     seen = set()
     for seed in range(20):
-        sam, vlm, moved = script.augment(image, image[:, ::2, ::2], mask, np.random.default_rng(seed))
+        sam, vlm, moved, _ = script.augment(image, image[:, ::2, ::2], mask, np.random.default_rng(seed))
         assert (np.logical_xor(sam[0] > 100, moved)).sum() <= 0.25 * moved.sum()
         assert (np.logical_xor(vlm[0] > 100, moved[::2, ::2])).sum() <= 0.35 * moved.sum() / 4
         seen.add(moved.tobytes())
@@ -273,10 +273,32 @@ def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets, mon
     assert position_in(data.rows[0].answer) == "bottom right"
     moved = np.zeros((48, 48), bool)
     moved[40:, :8] = True
-    monkeypatch.setattr(script, "augment", lambda sam, vlm, mask, rng: (sam, vlm, moved))
+    monkeypatch.setattr(script, "augment", lambda sam, vlm, mask, rng: (sam, vlm, moved, False))
     row = data[in_epoch(0, 1)]
     words = model.processor.tokenizer.decode(row["answer"], skip_special_tokens=True)
     assert row["position"] == position_in(words) == "bottom left"
+
+
+def test_augmented_questions_about_one_image_get_pixels_that_fit_their_masks(args, model, sets, tmp_path):
+    """An absent structure's image moves like the others'; one whose mask would leave the image stays in place."""
+    corner = np.zeros((48, 48), np.uint8)
+    corner[0, 0] = 255
+    Image.fromarray(corner).save(tmp_path / "corner.png")
+    lesion = sets["train"].rows[0]
+    rows = [lesion._replace(mask=""), lesion._replace(mask=str(tmp_path / "corner.png")), lesion]
+    flags = argparse.Namespace(**vars(args) | {"augmentation": True, "seed": 3})
+    data = script.make_sets(rows, model.processor, flags)["train"]
+    stayed = 0
+    for epoch in range(8):
+        items = [data[in_epoch(number, epoch)] for number in range(3)]
+        batch = script.collate(model.processor, items)
+        for item, image in zip(items, batch["image_of"], strict=True):
+            assert torch.equal(batch["sam"][image], item["sam"])
+            assert torch.equal(batch["vlm"][image], item["vlm"])
+        assert torch.equal(items[0]["sam"], items[2]["sam"])
+        assert items[1]["mask"].any()
+        stayed += len(batch["sam"]) == 2
+    assert 0 < stayed < 8
 
 
 # --- losses, scores, tables -------------------------------------------------------------------------------------------
