@@ -466,8 +466,8 @@ class StageNet(nn.Module):
 
 # with v-prediction, fraction of training samples drawn at the noisiest timestep, to learn one-step prediction
 LAST_SHARE = 0.5
-# noise added to the previous stage's volume: maximum of the random standard deviation during training, and the fixed
-# one during sampling
+# standard deviation of the noise added to the previous stage's volume: upper bound during training (drawn at random),
+# fixed value during sampling
 PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
 # number of noise levels at which each validation patient is evaluated
 LOSS_DRAWS = 4

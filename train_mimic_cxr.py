@@ -273,7 +273,7 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
     """Load a pretrained Hugging Face encoder in fp32.
 
     options: changes to the config; unknown keys are ignored. Raises InputError if loading fails or the model is not an
-    encoder for `flag`.
+    encoder of the kind that the command-line flag `flag` takes.
     """
     from transformers import AutoConfig, AutoModel, utils
 

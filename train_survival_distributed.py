@@ -605,8 +605,8 @@ def test(
     predictions and a figure.
 
     parts: {"val": ..., "train": ...} from predict_parts(). reference: result of report.fit_reference(). Returns
-    ({metric: value}, table); on rank 0, the table is report.cases_of() plus each model's log-hazards, on other ranks
-    None.
+    ({metric: value}, table). The table is report.cases_of() plus each model's log-hazards on rank 0, and None on other
+    ranks.
     """
     args, val, metrics, cases = run.args, sets["val"], {}, None
     prefix = "eval_" if args.eval_only else ""
@@ -676,10 +676,11 @@ class Inputs:
 def read_inputs(
     cohort: Cohort, encoding: list[dict], rows: np.ndarray, args: Namespace, train: np.ndarray | None = None
 ) -> Inputs:
-    """All ranks: encode the cohort's columns; check and measure the volumes of `rows`, split among the ranks.
+    """All ranks: encode the cohort's columns; validate the CT volumes of `rows` and compute their image measurements,
+    split among the ranks.
 
     encoding: result of fit_columns(). train: rows for fitting the encodings of the image measurements; None if
-    `encoding` already includes these. Raises InputError naming the unusable volumes.
+    `encoding` already covers the measurements. Raises InputError naming the unusable volumes.
     """
     orientation = None if args.orientation == "as-is" else args.orientation
     mask_mode = args.mask_column and args.mask_mode

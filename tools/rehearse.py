@@ -255,7 +255,7 @@ def enable_fake_gpu() -> torch.device:
     if FAKE_CUDA:
         FAKE_CUDA.use_fake_cuda()
     else:
-        # initialize CUDA, which the autograd engine requires
+        # the autograd engine requires CUDA to be initialized
         torch.empty(1, device="cuda")
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     patches = {

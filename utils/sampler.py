@@ -71,7 +71,7 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return each group's image, number of questions about the image in earlier groups, and size."""
+        """For each group, return its image, how many of the image's questions precede it, and how many it has."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)

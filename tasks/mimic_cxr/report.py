@@ -113,8 +113,9 @@ def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndar
     """Predict each answer by looking up (question text, value of a CheXpert label) in a table of the most frequent
     training answers.
 
-    Each text uses the label that best predicts its training answers. The table is built with the true labels (studies,
-    14) and read with the predicted labels. fallback: (N,) answers for questions that are not in the table.
+    For each question text, the label that best predicts its training answers is used. The table is built with the true
+    labels (studies, 14) and read with the predicted labels. fallback: (N,) answers for questions that are not in the
+    table.
     """
     names, text = np.unique(train["question"], return_inverse=True)
     known, target, heads = labels[train["study"]], train["target"], train["head"]

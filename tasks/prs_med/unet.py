@@ -1,4 +1,6 @@
-"""Baseline: a small UNet that ignores the question and has one output channel per training structure."""
+"""Baseline: a small UNet that ignores the question and has one output channel per anatomical structure in the training
+set.
+"""
 
 import math
 from collections import defaultdict

@@ -88,7 +88,7 @@ def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) ->
 
 
 def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: int) -> dict:
-    """Write a CT and its heart mask; return the lesions' Agatston score, volume in mm3 and number.
+    """Write a CT and its heart mask; return the total Agatston score, lesion volume in mm3 and lesion count.
 
     names: paths of the CT ("path") and the mask ("mask") relative to `out`. kinds: for each lesion, True for a shell
     and False for a ball. matrix: voxels along the CT's first axis.
