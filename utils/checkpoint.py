@@ -28,7 +28,7 @@ SEAL = re.compile(rb"\n# checkpoint step=(\d+) run=([0-9a-f]*) sha256=([0-9a-f]{
 RUN_FILES = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "logs", "figures", "trace.json")
 
 
-# --- one file ---------------------------------------------------------------------------------------------------------
+# --- reading and writing a file ---------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
